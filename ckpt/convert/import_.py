@@ -242,7 +242,7 @@ def _renamed_optimizers(
             {**group, "params": [params[param] for param in group["params"]]} for group in groups
         ]
         state = join(path, "state.")
-        new_state = join(names[fqn].removesuffix("param_groups").rstrip("."), "state.")
+        new_state = join(names[fqn].removesuffix("param_groups").removesuffix("."), "state.")
         for name in names:
             if name.startswith(state) and (parts := split_state_name(name[len(state) :], params)):
                 param, tail = parts

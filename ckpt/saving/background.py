@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from typing import Literal
@@ -131,7 +131,9 @@ class PendingSave:
         self._refuse_forked()
         # Not `Future.result`, whose TimeoutError is another class than the builtin one before
         # Python 3.11.
-        if wait([self._future], timeout_seconds).not_done:
+        over = threading.Event()
+        self._future.add_done_callback(lambda _: over.set())
+        if not over.wait(timeout_seconds):
             raise TimeoutError(
                 f"the save of step {self.step} is not over after {timeout_seconds} s"
             )

@@ -284,8 +284,9 @@ def is_groups(value: Any) -> TypeGuard[list[dict[str, Any]]]:
 def all_groups(values: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The param groups of each optimizer among values, by its path."""
     for fqn, value in values.items():
-        if fqn.rpartition(".")[2] == "param_groups" and is_groups(value):
-            yield fqn.removesuffix("param_groups").rstrip("."), value
+        path, _, key = fqn.rpartition(".")
+        if key == "param_groups" and is_groups(value):
+            yield path, value
 
 
 def is_named_tuple(value: Any) -> bool:

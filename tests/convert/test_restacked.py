@@ -64,3 +64,17 @@ def test_slices_with_different_steps_are_no_stack(tmp_path: Path) -> None:
     text = str(refused.value)
     assert text.startswith(f"{name}: its slices have different ones") and "skip=" not in text
     assert text.endswith("layers.1.weight.step 2.0, and a stack has one for all")
+
+
+def test_an_optimizer_whose_name_ends_in_a_dot_is_stacked(tmp_path: Path) -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in "ab")
+    model = torch.nn.ModuleDict({"layers": layers})
+    optimizer = torch.optim.AdamW(model.parameters())
+    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    ckpt.save({"model": model, "optim.": optimizer}, str(tmp_path), step=1)
+    changes = [partial(restacked, stacks={"layers.{}.weight": "layers.weight"})]
+    with closing(open_source(str(tmp_path), changes=changes)) as source:
+        moment = source.read("optim..state.layers.weight.exp_avg")
+    each = [optimizer.state[layer.weight]["exp_avg"] for layer in layers]
+    assert torch.equal(moment, torch.stack(each))

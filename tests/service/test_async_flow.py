@@ -428,6 +428,13 @@ def outcome(pending: PendingSave) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def test_a_save_that_never_begins_is_not_waited_for() -> None:
+    """Ctrl-C came before the worker had it; nobody will ever announce its end."""
+    pending = PendingSave(1, Gate(frozenset(), frozenset()))
+    assert pending._future.cancel()
+    pending.wait(0)
+
+
 def test_ranks_save_together() -> None:
     def main(world: World) -> list[str]:
         rank = Rank(world, "flow-together")

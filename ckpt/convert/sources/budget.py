@@ -111,6 +111,7 @@ class Account:
     def close(self) -> None:
         """Nothing of it is kept."""
         self.release(self.nbytes)
+        self._left = 0
 
 
 # Trees that foreign pickles build -----------------------------------------------------------------

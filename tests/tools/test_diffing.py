@@ -11,6 +11,7 @@ import json
 import math
 import random
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import main
 from ckpt.format.checksum import crc32c, joined_crc32c
+from ckpt.layout.protocol import Box, Owned, Piece, View
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.diff import DiffOptions, diff_checkpoints
@@ -159,6 +161,35 @@ def test_two_sharded_checkpoints_of_one_layout_are_compared_by_checksums(
     run_ranks(3, save_sliced, str(tmp_path / "again"))
     report = ckpt.diff(sliced_root, str(tmp_path / "again"))
     assert report.identical and report.nbytes_read == 0
+
+
+class Halves(nn.Module):
+    """A weight in two boxes, cut in the middle of `dim`; each holds 0, 1, 2, ... up to 31."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        half = torch.arange(32.0).view([2 if one == dim else 4 for one in range(3)])
+        self.dim, self.weight = dim, nn.Parameter(torch.cat([half, half], dim))
+
+    def __ckpt_pieces__(self) -> Iterator[Owned]:
+        weight, pieces = self.weight, []
+        for start in (0, 2):
+            offset = tuple(start if one == self.dim else 0 for one in range(3))
+            box = Box(offset, tuple(2 if one == self.dim else 4 for one in range(3)))
+            pieces.append(Piece("weight", (4, 4, 4), weight.dtype, box, box, (0,)))
+        view = View(tuple(pieces))
+        yield Owned(weight, weight.detach(), (view,), synchronized=True, owners=())
+
+
+def test_boxes_of_the_same_bytes_in_other_places_differ(tmp_path: Path) -> None:
+    """Their checksums are equal, one by one."""
+    a, b = (saved(tmp_path, f"{dim}", {"model": Halves(dim)}) for dim in (1, 2))
+    again = saved(tmp_path, "again", {"model": Halves(1)})
+    assert (same := ckpt.diff(a, again)).identical and same.nbytes_read == 0
+    with ckpt.open(a) as one, ckpt.open(b) as other:
+        places = one["model.weight"] != other["model.weight"]
+    (change,) = ckpt.diff(a, b).changed
+    assert change.amount is not None and change.amount.changed == int(places.sum()) > 0
 
 
 def test_names_can_be_renamed_and_chosen(tmp_path: Path) -> None:

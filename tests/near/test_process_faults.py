@@ -34,7 +34,7 @@ from tests.e2e.job import assert_is_step
 from tests.near.test_near_processes import state_of, train
 from tests.near.test_replica_processes import COUNTING, PHASES, Answer, Job, folders, job, restored
 from tests.near.training import advance
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, stop_here
 from tests.results import Counted
 
 pytestmark = pytest.mark.ranks
@@ -263,8 +263,7 @@ def zombie(url: str, hosts: Sequence[str], pids: str, phase: str) -> Outcome:
         def stopping(*how: Any) -> Any:
             if armed and how[-1] == phase:
                 armed.clear()
-                # To this thread: to the process, it could go on until another one has the signal.
-                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+                stop_here()
             return enter(*how)
 
         TorchWorld._in_round = stopping  # type: ignore[method-assign]

@@ -32,7 +32,7 @@ from ckpt.world.attendance import (
     behind,
 )
 from ckpt.world.board import ProcessBoard, WorldBoard
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, stop_here
 
 NAMED_SECONDS_MAX = 15.0
 GUARD_SECONDS = 60.0
@@ -344,7 +344,7 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
         dist.barrier()
         notices.clear()  # a loaded machine may have kept a rank from being heard before
         if rank == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_here()
             time.sleep(4.0)  # woken: it posts again before it continues
         elif silence_seconds_max is None:
             while "RankMissed" not in [name for name, _ in notices]:

@@ -30,7 +30,7 @@ from ckpt.process import world_of_members
 from ckpt.world.base import Message, SoloWorld, Transfers, World
 from ckpt.world.rounds import Deadlines
 from ckpt.world.torch_world import TorchWorld, current_world
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, stop_here
 
 pytestmark = pytest.mark.ranks
 MiB = 1024 * 1024
@@ -348,7 +348,7 @@ def _stopped_for_long(scratch: str) -> list[bytes]:
     (Path(scratch) / f"{world.rank}").write_text(str(os.getpid()))
     world.gather("start", b"")
     if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_here()
     if world.rank == 2:
         time.sleep(3.0)  # longer than any confirmation of a death takes
         os.kill(int((Path(scratch) / "1").read_text()), signal.SIGCONT)

@@ -430,7 +430,8 @@ class DcpReader(_DcpPlace, StorageReader):
             whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             stored[key] = TensorStorageMetadata(dtype, size, [whole])
         meta = StorageMeta(checkpoint_id=self.url)
-        return Metadata(stored, dict(flat.paths), storage_data={}, storage_meta=meta)
+        paths = dict(flat.paths)
+        return Metadata(stored, planner_data=paths, storage_data={}, storage_meta=meta)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

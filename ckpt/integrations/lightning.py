@@ -122,8 +122,8 @@ class LightningCheckpoints(CheckpointIO):
 
     def _fill(self, state: dict[str, Any], path: str | os.PathLike[str], *, strict: bool) -> None:
         entry = self.find(path)
-        how = {**self._root(), "strict": strict}
-        load(state, self.url, step=entry.step, attempt=entry.attempt, **how)
+        root = self._root()
+        load(state, self.url, step=entry.step, attempt=entry.attempt, strict=strict, **root)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Retire what was saved under `path`. The only checkpoint of a root stays."""
@@ -185,8 +185,9 @@ class LightningCheckpoints(CheckpointIO):
             if attempt == entry.attempt:
                 return name
         # One that was saved by other means, as by `ckpt.save`, has no path: its url stands for it.
-        place = self.url, entry.step, self._storage_options
-        with open_checkpoint(*place, attempt=entry.attempt) as checkpoint:
+        with open_checkpoint(
+            self.url, entry.step, self._storage_options, attempt=entry.attempt
+        ) as checkpoint:
             return checkpoint.user.get(_PATH, entry.url)
 
     def _root(self) -> dict[str, Any]:

@@ -95,8 +95,8 @@ class TensorBoardSaves(_Observer):
 
     def __init__(self, writer: Any) -> None:
         super().__init__(
-            lambda *number: writer.add_scalar(*number),
-            lambda *text: writer.add_text(f"{PREFIX}failures", *text),
+            lambda name, number, step: writer.add_scalar(name, number, step),
+            lambda text, step: writer.add_text(f"{PREFIX}failures", text, step),
         )
 
 

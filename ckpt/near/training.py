@@ -151,9 +151,13 @@ class NearTraining(TierSaves):
             session = training.target.ranked_session()
             hosts = self._hosts_of(session.root)
             saves = NearSaves(self._near, hosts, session, self._saving, self._numbers)
-            how = {"allow_fewer": self._has_restored, "shares_stage": self.shares_stage}
             try:
-                saves.open(training.state, restored, **how)
+                saves.open(
+                    training.state,
+                    restored,
+                    allow_fewer=self._has_restored,
+                    shares_stage=self.shares_stage,
+                )
             except BaseException:
                 saves.close()
                 raise

@@ -111,8 +111,9 @@ def draw_frames(following: Following, ending: Ending, prices: Prices) -> None:
 
     def drawn() -> Group:
         width, height = console.size  # which may be another one at each frame
-        how: Any = {"width": width, "height": height, "marks": marks, "prices": prices}
-        return Group(*map(_text, frame_of(following.states[0], time.time(), **how)))
+        (state,) = following.states
+        lines = frame_of(state, time.time(), width=width, height=height, marks=marks, prices=prices)
+        return Group(*map(_text, lines))
 
     with Live(
         get_renderable=drawn,

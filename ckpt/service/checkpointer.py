@@ -57,12 +57,6 @@ logger = logging.getLogger(__name__)
 
 SAVE_DEFAULT: SavePolicy = EverySeconds(1800.0) | OnSignal() | OnPreemption() | AtExit()
 
-# Arguments of `ckpt.async_save`.
-SAVING = (
-    *("snapshot", "host_bytes_max", "replicas", "dedup", "full_every"),
-    *("telemetry", "user", "retry_seconds_max", "io"),
-)
-
 ABANDON_SECONDS = 60.0  # a training that failed waits so long for a save in flight: a guess
 LOST_SAVE_SECONDS = 1.0  # for a save in flight to notice a death that was noticed elsewhere
 
@@ -149,7 +143,6 @@ class Checkpointer:
         retry_seconds_max: float = BACKGROUND_SECONDS,
         io: Io = "auto",
     ) -> None:
-        given = locals()  # while they are the arguments alone
         one_of("when_busy", when_busy, ("wait", "skip"))
         if not isinstance(save, SavePolicy):
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
@@ -163,9 +156,19 @@ class Checkpointer:
         check_order(state, target, "Checkpointer(state, url)", Target)
         refuse_snapshots(state)
         if not isinstance(target, Target):
-            saving = {name: given[name] for name in SAVING}
-            place = line_of(target, line), process_group, storage_options, unsafe_single_writer
-            target = UrlTarget(*place, saving)
+            saving = {
+                "snapshot": snapshot,
+                "host_bytes_max": host_bytes_max,
+                "replicas": replicas,
+                "dedup": dedup,
+                "full_every": full_every,
+                "telemetry": telemetry,
+                "user": user,
+                "retry_seconds_max": retry_seconds_max,
+                "io": io,
+            }
+            where = line_of(target, line)
+            target = UrlTarget(where, process_group, storage_options, unsafe_single_writer, saving)
         tiers = (*tiers, *publishing(publish, target))
         self._signals = Signals(save)
         self._settings = ServiceSettings(

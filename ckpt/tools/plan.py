@@ -138,8 +138,16 @@ def plan_load(
         if dist.is_available() and dist.is_initialized():
             ranks = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
         form = in_form_of_state(manifest, stacks or {})
-        how: Any = {"rename": rename, "skip": skip, "new": new, "resize": resize}
-        binding = bind_state(state, form.catalog, ranks, group_options=group_options, **how)
+        binding = bind_state(
+            state,
+            form.catalog,
+            ranks,
+            rename=rename,
+            skip=skip,
+            new=new,
+            group_options=group_options,
+            resize=resize,
+        )
         of_stacks = [f"stacks=: {problem}" for problem in form.problems]
         fatal = (*of_stacks, *binding.fatal, *binding.unmatched)
         needs = _RankNeeds.of(manifest, form.stored(binding).holdings)

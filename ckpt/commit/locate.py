@@ -433,9 +433,12 @@ def entry_by_path(store: Store, no_root: NoCheckpoint) -> LiveEntry:
 def entry_of_manifest(manifest: Manifest, data: bytes) -> LiveEntry:
     """What a MANIFEST of these bytes says of a checkpoint: without slot, line, marks and metric."""
     header = manifest.header
-    named = header.attempt, header.step, 0, len(data), manifest_digest(data)
     return LiveEntry(
-        *named,
+        attempt=header.attempt,
+        step=header.step,
+        slot=0,
+        manifest_nbytes=len(data),
+        manifest_digest=manifest_digest(data),
         references=manifest.references,
         line=None,
         committed_unix=float(header.created_unix),

@@ -280,10 +280,8 @@ class Session(LogWriter):
             record = self._appender.take_back(newest.attempt)
         if record is None:
             return None
-        text = (
-            "%s: nothing is left of step %d (%s), the newest commit: a backup was restored right "
-        )
-        text += "before it, or its directory was removed. It is retired now"
+        text = "%s: nothing is left of step %d (%s), the newest commit: a backup was restored "
+        text += "right before it, or its directory was removed. It is retired now"
         logger.warning(text, self.store.url, newest.step, newest.attempt)
         return newest
 

@@ -212,10 +212,17 @@ class Commit(NamedTuple):
 
     def entry(self, *, line: int | None) -> LiveEntry:
         """Its entry in the log, without the slot and the time, which only the record has."""
-        manifest = self.manifest_nbytes, self.manifest_digest
-        made = LiveEntry(self.attempt, self.step, 0, *manifest, line=line, nbytes=self.nbytes)
-        metric = None if self.metric is None else float(self.metric)
-        return replace(made, metric=metric, references=tuple(sorted(set(self.references))))
+        return LiveEntry(
+            attempt=self.attempt,
+            step=self.step,
+            slot=0,
+            manifest_nbytes=self.manifest_nbytes,
+            manifest_digest=self.manifest_digest,
+            metric=None if self.metric is None else float(self.metric),
+            references=tuple(sorted(set(self.references))),
+            line=line,
+            nbytes=self.nbytes,
+        )
 
 
 class LogWriter:

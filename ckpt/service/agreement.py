@@ -227,9 +227,8 @@ class StepAgreement:
                 self._changed.wait_for(self._is_settled, timeout=CALL_SECONDS)
                 if self._open_ranks and not self._is_settled():
                     others = ranks_in_words(self._open_ranks)
-                    text = (
-                        "rank %d has waited for %g s in Checkpointer.close, which %s did not call"
-                    )
+                    text = "rank %d has waited for %g s in Checkpointer.close, "
+                    text += "which %s did not call"
                     logger.warning(text, self._world.rank, CALL_SECONDS, others)
                 self._changed.wait_for(self._is_settled)
             self._raise_failure()

@@ -87,9 +87,15 @@ class SaveSchedule:
         steps = progress.step, progress.step if closing else progress.previous_step
         if not self._decides:  # what all ranks decide needs no clock
             return Observation(*steps, signals=self._signals, closing=closing)
-        clock = self._training.now_seconds(), self._last_save_seconds
-        spent = costs.cost_seconds, costs.persist_seconds
-        return Observation(*steps, *clock, self._signals, closing, *spent)
+        return Observation(
+            *steps,
+            now_seconds=self._training.now_seconds(),
+            last_save_seconds=self._last_save_seconds,
+            signals=self._signals,
+            closing=closing,
+            cost_seconds=costs.cost_seconds,
+            persist_seconds=costs.persist_seconds,
+        )
 
     def _coordinators_reasons(self, observation: Observation) -> tuple[str, ...]:
         """Reasons that need a clock. Other ranks do not have them yet, so where there are any the
@@ -367,9 +373,10 @@ def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Ex
 
 def _finite(metric: Any) -> float | None:
     """A metric as the log takes it: a training that diverges is still saved, without one."""
+    if metric is None:
+        return None
     number = plain_float(metric)
     if is_finite(number):
         return float(number)
-    if metric is not None:
-        logger.warning("the metric is %s; it is saved as none", metric)
+    logger.warning("the metric is %s; it is saved as none", metric)
     return None

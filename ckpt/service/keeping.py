@@ -43,7 +43,10 @@ class Keeper:
         ranks other than the coordinator.
         """
         session = self._target.session()
-        if session is None or (line := session.line(state := session.state())) is None:
+        if session is None:
+            return None
+        state = session.state()
+        if (line := session.line(state)) is None:
             return None
         return plan_retention(state.live, self._rule, now_unix=time.time(), line=line)
 

@@ -438,8 +438,10 @@ class Publications(TierSaves):
             assert isinstance(target, UrlTarget)
             shared = this_process.of_group(target.process_group)
             # Saves hold rounds in the world of the process at any time.
-            world, group = shared.world.duplicate(), (shared.group, shared.everyone)
-            self._context = GroupContext(*group, world, shared.registry, Background(world))
+            world = shared.world.duplicate()
+            self._context = GroupContext(
+                shared.group, shared.everyone, world, shared.registry, Background(world)
+            )
         return self._context
 
     def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:

@@ -245,8 +245,16 @@ def restore_latest(
 
 
 def _report(origin: Origin, one: LoadReport, skipped: Sequence[Skipped] = ()) -> RestoreReport:
-    read, away = (one.nbytes_read, one.spans), int(one.counters.get(BYTES_AWAY, 0))
-    return RestoreReport(one.step, one.attempt, one.loaded, tuple(skipped), *read, origin, away)
+    return RestoreReport(
+        one.step,
+        one.attempt,
+        one.loaded,
+        tuple(skipped),
+        nbytes_read=one.nbytes_read,
+        spans=one.spans,
+        origin=origin,
+        nbytes_of_other_hosts=int(one.counters.get(BYTES_AWAY, 0)),
+    )
 
 
 def _candidates(

@@ -237,8 +237,8 @@ class KeepYounger(KeepRule):
 
     def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         ages = _ages(candidates, now_unix, self.seconds)
-        kept = [(name, age) for name, age in reversed(ages.items()) if age < self.seconds]
-        return {name: (f"{age:.0f} s old",) for name, age in kept}
+        young = [one.attempt for one in candidates if ages[one.attempt] < self.seconds]
+        return {name: (f"{ages[name]:.0f} s old",) for name in young}
 
     def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         return tuple(

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -165,9 +165,13 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
             epoch = attempt_epoch(old.attempt)
         except ValueError:
             epoch = 1  # another writer's name for its attempt
-    update: dict[str, Any] = {"attempt": attempt_name(epoch, unique)}
-    update["world_size"] = old.world_size if manifest.per_rank else new.ranks
-    return old.model_copy(update=update | {"user": {**old.user, RESHARDED: note}})
+    return old.model_copy(
+        update={
+            "attempt": attempt_name(epoch, unique),
+            "world_size": old.world_size if manifest.per_rank else new.ranks,
+            "user": {**old.user, RESHARDED: note},
+        }
+    )
 
 
 def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:

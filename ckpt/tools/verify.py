@@ -75,9 +75,15 @@ def verify_located(
     sums = BlockSums(store, located.prefix, manifest)
     damage = _all_damage(sums, threads, nbytes, progress or (lambda done, total: None))
     damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
-    url, header = f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"), manifest.header
-    counts = len(manifest.files), manifest.block_count, nbytes
-    return VerifyReport(url, header.step, header.attempt, *counts, tuple(damage))
+    return VerifyReport(
+        url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
+        step=manifest.header.step,
+        attempt=manifest.header.attempt,
+        files=len(manifest.files),
+        blocks=manifest.block_count,
+        nbytes=nbytes,
+        damage=tuple(damage),
+    )
 
 
 def read_other(store: Store, located: LocatedCheckpoint) -> VerifyReport:

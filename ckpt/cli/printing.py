@@ -1,6 +1,6 @@
 """Commands that print for themselves, and have no function in `ckpt.operate`.
 
-Their signatures, which import nothing; what they do is imported when they run.
+What they do is imported when they run: `ckpt --help` does without.
 """
 
 import os
@@ -154,8 +154,8 @@ def follow(
             text = f"step {update.step} ({update.attempt}): {read}"
             print(dumps(asdict(update)) if json else text, flush=True)
             path = os.path.abspath(into) if into else ""
-            given = {"STEP": update.step, "ATTEMPT": update.attempt, "FILE": path}
-            variables = (f"CKPT_{name}={value}" for name, value in given.items())
+            facts = {"STEP": update.step, "ATTEMPT": update.attempt, "FILE": path}
+            variables = (f"CKPT_{name}={value}" for name, value in facts.items())
             if execute and (code := subprocess.call(["env", *variables, "sh", "-c", execute])):
                 # What the command has taken over is not known now.
                 raise CheckpointError(f"--exec {visible(execute)} has failed: exit code {code}")

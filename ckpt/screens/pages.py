@@ -104,7 +104,9 @@ def _templates() -> Environment:
         finalize=lambda one: one if hasattr(one, "__html__") else visible(f"{one}"),
     )
     # What templates may call: all that makes texts, and a few more.
-    made.globals |= {**vars(terminal), **vars(rows), "zip": zip, "heat_of": _heat_of}
+    texts = {**vars(terminal), **vars(rows)}
+    made.globals |= {name: one for name, one in texts.items() if not name.startswith("_")}
+    made.globals |= {"zip": zip, "heat_of": _heat_of}
     functions: tuple[Any, ...] = facts_of_day, busiest_ranks, newest_status_of
     made.globals |= {one.__name__: one for one in functions}
     made.globals |= {"axes": AXES, "narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX}

@@ -166,6 +166,8 @@ def _rows_of(ranks: int) -> list[str]:
     beside = len(one.manifest) - SEALED_FILE_NBYTES * ranks
     assert beside <= MIB, f"{beside} bytes beside names, sizes and seals of files"
     load = planned(one.manifest, ranks)
+    # Those of its own file and of the one with the counters.
+    assert load.listed <= 2 * len(tree.model.tensors), f"{load.listed} of {load.chunks} chunks"
     return [
         *rows,
         row("rules decoded by rank 0, chunks", f"{one.rules} for {one.chunks}", "-"),

@@ -55,6 +55,12 @@ class MetadataBudget:
         self._lock = ForkSafeLock()
         self._turn = ForkSafeLock()
 
+    @property
+    def nbytes_left(self) -> int:
+        """What may still be taken."""
+        with self._lock:
+            return self.nbytes_max - self._nbytes
+
     def charge(self, nbytes: int, what: str) -> None:
         """Count memory that is about to be taken. Raises UnsupportedFormat beyond the budget."""
         with self._lock:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -194,7 +194,9 @@ def load_located(
         )
     with recorder.span("plan"):
         block_sums = sums_of(store, prefix, manifest, options.path.cache)
-        plan = partial(_planned, store, located, binding, options.path, origins, block_sums)
+        # Ranks of several hosts read for each other what they do not know yet.
+        alone = len(origins.ranks) == world.size
+        plan = partial(_planned, block_sums, binding, options.path, origins.owners, alone=alone)
         reader = collectively(world, "plan", plan)
         groups, sums, warnings = compared(
             reader, binding, (block_sums, where), world, options, ranks=origins.ranks
@@ -272,23 +274,18 @@ def broadcast_manifest(
 
 
 def _planned(
-    store: Store,
-    located: tuple[str, Manifest],
-    binding: Binding,
-    path: ReadPath,
-    origins: Origins,
-    block_sums: BlockSums,
+    block_sums: BlockSums, binding: Binding, path: ReadPath, away: Collection[int], *, alone: bool
 ) -> Reader:
     """What reads what `binding` fills; of a large checkpoint, by the chunks that it needs."""
-    prefix, manifest = located
+    store, prefix, manifest = block_sums.store, block_sums.directory, block_sums.manifest
     needs = binding.others, binding.plain
     try:  # only now is what a large manifest says of its chunks checked
-        part = needed_part(manifest, *needs, alone=not origins.owners)
+        part = needed_part(manifest, *needs, alone=alone)
         reads = plan_reads(part, *needs)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{store.url}/{prefix}{MANIFEST_NAME}: {error}") from error
     sums = block_sums if part is manifest else sums_of(store, prefix, part, path.cache)
-    return Reader(sums, reads, path, origins.owners)
+    return Reader(sums, reads, path, away)
 
 
 def bind_to(

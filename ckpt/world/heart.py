@@ -581,8 +581,9 @@ _asides: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 def _wait_for_asides() -> None:
     """A thread that returns from torch's store while the interpreter is taken down aborts it."""
+    ends = time.monotonic() + FLUSH_SECONDS
     for thread in list(_asides):
-        thread.join(FLUSH_SECONDS)
+        thread.join(max(0.0, ends - time.monotonic()))
 
 
 atexit.register(_wait_for_asides)

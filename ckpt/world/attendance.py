@@ -171,7 +171,8 @@ class Ledger:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
             self._updated = now
-        # Urgent where this rank begins to be late, or is named: not for longer than it is true.
+        # Urgent when this rank begins to be late, or is named: it must not be named for longer than
+        # it is late.
         begins = self._posted_idle_seconds <= BEHIND_SECONDS < mine.idle_seconds
         named = () if self._sheet is None else [one.rank for one in self._sheet.concerns]
         urgent = was_absent or begins or self._rank in named

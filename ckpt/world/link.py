@@ -159,7 +159,8 @@ class Link:
             # Keep firewalls from forgetting an idle one; two hours without an answer end it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEP_ALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                if hasattr(socket, option):  # macOS lacks the first
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.sock = sock
         self.reader = FrameReader(HELLO_NBYTES_MAX)
         self.is_open = True

@@ -236,9 +236,10 @@ class Rounds:
         """
         with self._changed:
             is_over = self._failure is not None or self._heart.is_stopped
-            number, (name, _) = max(self._mine.items(), default=(0, ("", b"")))
+            number = 0 if is_over else max(self._mine, default=0)  # rounds count from 1
+            name = self._mine[number][0] if number else ""
         try:
-            if number and not is_over:
+            if number:
                 self._wait(number, name, lambda: None if self._mine else True, needs_all=True)
         except RankFailed as failure:  # rank 0 waits for the same, and raises why
             logger.warning("this rank has left before the others: %s", failure)

@@ -390,6 +390,19 @@ def test_processes_whose_connections_break_go_on_and_still_notice_a_death() -> N
         assert results[rank] == (expected, "rank 1 has died in phase 'last'")
 
 
+def test_connections_do_without_an_option_that_a_system_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(socket, "TCP_KEEPIDLE")  # as on macOS
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as sock,
+    ):
+        Link(sock, None, None)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 120
+
+
 def test_a_stranger_is_no_rank(caplog: pytest.LogCaptureFixture) -> None:
     """Who greets without the token is sent away, however often; the log keeps a few lines of it."""
     heart: Any = Heart(0, ())

@@ -268,8 +268,10 @@ class ParameterStore(ABC):
         """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
 
     def drop_unsharded_gradients(self) -> None:
-        """Forget what `keep_unsharded_gradients` has added up, where a root can be reset."""
-        raise NotImplementedError
+        """Forget what `keep_unsharded_gradients` has added up. Only `reset_iter_state` calls this,
+        which flat units do not have.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be reset")
 
     @abstractmethod
     def add_gradients(

@@ -146,8 +146,8 @@ def chunk_cat(tensors: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) ->
 
 
 def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Give all ranks the tensors of the group's first one, in place, many in one message: a copy of
-    up to 250 MiB of them, torch's own size.
+    """Give all ranks the tensors of the group's first one, in place, in messages of 250 MiB or one
+    tensor more, torch's own size. Two of them are in memory at once, as copies.
     """
     c10d: Any = torch.distributed
     if tensors:

@@ -72,7 +72,7 @@ def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryP
         )
     url = f"{protocol}://{bucket}/{prefix}".rstrip("/")
     once, patient = _open(url, protocol, bucket, config, retry)
-    return CloudStore(url, prefix, once, patient, retry, get_loop())
+    return CloudStore(url, prefix, once=once, patient=patient, retry=retry, loop=get_loop())
 
 
 def _open(

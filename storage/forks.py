@@ -13,7 +13,7 @@ import weakref
 
 
 def ForkSafeLock() -> threading.Lock:
-    """A `threading.Lock`, which is a function too, that is free in a forked child.
+    """A new `threading.Lock` that is free in a forked child; like that, a function.
 
     What it protects must bear being seen half changed there: a count that is one too high, not a
     structure in pieces.
@@ -39,5 +39,4 @@ def _renew_all() -> None:
             lock.release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_all)
+os.register_at_fork(after_in_child=_renew_all)

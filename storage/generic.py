@@ -206,8 +206,8 @@ class FsspecStore(Store):
 
     @contextlib.contextmanager
     def _copying(self, path: str) -> Iterator[None]:
-        """Around a read: simplecache copies a file at the first one, and two threads that copy one
-        file at once show others a length with holes.
+        """Around a read. The first one of a file makes simplecache copy it: where two threads do so
+        at once, others see its whole length with holes.
         """
         if not self._keeps_files or path in self._copied:
             yield

@@ -52,7 +52,7 @@ class HttpStore(Store):
 
 
 def close_all(idle: list[http.client.HTTPConnection]) -> None:
-    """Close connections that nobody uses, and forget them. Any thread may."""
+    """Close connections that nobody uses, and forget them; one thread at a time."""
     while idle:
         idle.pop().close()
 

@@ -114,13 +114,7 @@ class LocalStore(Store):
             raise self._translated(error, "read", key) from error
 
     def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
     ) -> LocalWriter:
         ledger = PartLedger(key, nbytes, part_nbytes)
         # O_DIRECT takes no other offsets, and a part begins where the one before it ends.

@@ -73,6 +73,7 @@ class CloudStore(HttpStore):
         self,
         url: str,
         prefix: str,
+        *,
         once: Any,
         patient: Any,
         retry: RetryPolicy,
@@ -95,10 +96,11 @@ class CloudStore(HttpStore):
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         wanted = sum(view.nbytes for view in views)
-        left, got, span = list(views), 0, (start, start + wanted)
+        left, got = list(views), 0
+        options: Any = {"range": (start, start + wanted)}
         full_key = self.full_key(key)
         with self.translating("read", key):
-            response = obstore.get(self.once, full_key, options={"range": span})
+            response = obstore.get(self.once, full_key, options=options)
             for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
                 nbytes = len(chunk)
                 got += nbytes

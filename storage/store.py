@@ -289,13 +289,7 @@ class Store(ABC):
 
     @abstractmethod
     def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
     ) -> AbstractContextManager[ObjectWriter]:
         """A new object of `nbytes`, published whole at the end of the `with` block or not at all.
 

@@ -28,10 +28,6 @@ class BadTag(Exception):
     """What was opened is not what was tagged there. Carries no detail: there is none to trust."""
 
 
-# The two tags close blocks, and open them: `close` gives the bytes as they are stored, `nbytes`
-# longer, bound to `number` and `about`; `open` what was closed, or raises BadTag. Thread-safe.
-
-
 class CrcTag:
     """The bytes as they are, and behind them a crc32c of `number`, `about` and them."""
 
@@ -78,6 +74,8 @@ class AesTag:
 
 
 BlockTag = CrcTag | AesTag
+"""`close` returns the bytes as they are stored, `nbytes` longer, bound to `number` and `about`;
+`open` returns what was closed, or raises BadTag. Thread-safe."""
 
 
 class Zstd:

@@ -252,7 +252,7 @@ class PeerStore(HttpStore):
                 with suppress(OSError):
                     if connection.sock is not None:
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-        close_all(self._idle)  # nobody takes or gives back any more
+            close_all(self._idle)
 
     # requests
 

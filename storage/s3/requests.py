@@ -217,12 +217,8 @@ class S3Requests(HttpStore):
 
         Without `may_be_repeated`, OutcomeUnknownError says that the first one may have happened.
         """
-        send = partial(
-            self._carried,
-            *("create", key, "put_object", arguments, _tag),
-            body=[body] if body else [],
-            may_be_repeated=may_be_repeated,
-        )
+        put = partial(self._carried, "create", key, "put_object", arguments, _tag)
+        send = partial(put, body=[body] if body else [], may_be_repeated=may_be_repeated)
         self._carry(RequestKind("put", len(body)), f"put {key}", send, again)
 
     def put_part(

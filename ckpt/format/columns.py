@@ -363,7 +363,7 @@ def unpack_tree(data: bytes | memoryview, items_max: int) -> Any:
 
 
 def is_below(column: Ints | Progressions, limit: int) -> bool:
-    """Whether all items are below `limit`, which is less than 2^32."""
+    """Whether all items are below `limit`, at most 2^32."""
     if not isinstance(column, Progressions):
         return not len(column) or int(column.max()) < limit
     steps = column.steps.view(np.int64)

@@ -124,14 +124,14 @@ class Weight(NamedTuple):
         return self.repeated * limits.repeated_part <= self.unique
 
 
-def weigh(needs: Ints, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Weight:
+def weigh(needs: Ints, groups: Sequence[Group], rank: int | None, limits: ShareLimits) -> Weight:
     """The part of the sums that `rank` counts: what it alone needs, and what it needs as the first
-    of a group.
+    of a group. With None the sums themselves, of what all ranks need and all groups.
     """
     unique = length(needs) - sum(length(group.runs) for group in groups)
     repeated = long = 0
     for group in groups:
-        if group.ranks[0] == rank:
+        if rank is None or group.ranks[0] == rank:
             nbytes = group.runs[:, 1] - group.runs[:, 0]
             short = int(nbytes[nbytes < limits.repeated_nbytes_max].sum())
             unique += int(nbytes.sum())

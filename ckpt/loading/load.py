@@ -6,7 +6,6 @@ locate -> manifest -> bind state -> plan -> match needs -> private reads, shared
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,9 +43,8 @@ from ckpt.loading.exchange import (
     fetched,
     long_only,
     share,
-    weigh,
 )
-from ckpt.loading.matching import match
+from ckpt.loading.matching import LoadSums, matched
 from ckpt.loading.plan import LISTED_MIN, ReadPath, length, needed_part, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
@@ -188,16 +186,19 @@ def load_located(
     header = manifest.header
     path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
     where = f"{path} (step {header.step}, {header.attempt})"
+    block_sums = sums_of(store, prefix, manifest, options.path.cache)
+
+    # Ranks of several hosts read for each other what they do not know yet.
+    alone = len(origins.ranks) == world.size
+
+    def bound() -> tuple[Binding, Reader]:
+        binding = bind_to(state, manifest, world, options, where)
+        path, owners = options.path, origins.owners
+        return binding, _planned(block_sums, binding, path, owners, alone=alone)
+
     with recorder.span("bind"):
-        binding = collectively(
-            world, "compare", lambda: bind_to(state, manifest, world, options, where)
-        )
+        binding, reader = collectively(world, "compare", bound)
     with recorder.span("plan"):
-        block_sums = sums_of(store, prefix, manifest, options.path.cache)
-        # Ranks of several hosts read for each other what they do not know yet.
-        alone = len(origins.ranks) == world.size
-        plan = partial(_planned, block_sums, binding, options.path, origins.owners, alone=alone)
-        reader = collectively(world, "plan", plan)
         groups, sums, warnings = compared(
             reader, binding, (block_sums, where), world, options, ranks=origins.ranks
         )
@@ -467,23 +468,6 @@ def _warnings_of(
     return tuple(warnings)
 
 
-class LoadSums(NamedTuple):
-    """What all ranks together report before they read, and a name for this load.
-
-    `away` are bytes that come from ranks of other hosts. `has_left` counts the ranks whose state
-    has no place for something of the checkpoint, `averaged` means of rows, `unmatched` are the
-    caller's rules that match nothing on any of them.
-    """
-
-    tally: Tally
-    weight: Weight
-    away: int = 0
-    has_left: int = 0
-    averaged: int = 0
-    name: str = ""
-    unmatched: tuple[str, ...] = ()
-
-
 def compared(
     reader: Reader,
     binding: Binding,
@@ -508,27 +492,12 @@ def compared(
             _refuse_left(world, binding.left, block_sums, options.path, where)
         sums = LoadSums(binding.tally, Weight(0, 0, 0), averaged=averaged)
         return [], sums, _warnings_of(binding, manifest, world, sums.tally, where)
-    needs, limits = reader.needs, options.sharing
-    among = range(world.size) if ranks is None else ranks
-    with world.transfers("needs") as wires:
-        groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
-    away, weight = length(reader.away), weigh(needs, groups, world.rank, limits)
-    counts = [*binding.tally, *weight, away, int(has_left), averaged]
+    counts = [*binding.tally, length(reader.away), int(has_left), averaged]
     mine = counts, list(binding.unmatched)
-
-    def summed(every: list[tuple[list[int], list[str]]]) -> list[Any]:
-        numbers, unmatched = zip(*every, strict=True)
-        by_all = set(unmatched[0]).intersection(*unmatched[1:])
-        # The name tells the flag of this load's failure from those of earlier ones.
-        return [list(map(sum, zip(*numbers, strict=True))), secrets.token_hex(8), sorted(by_all)]
-
-    answer = decided_json(world, "needs", "sums of needs", mine, summed)
-    (*numbers, away, left_by, averaged), name, unmatched = answer
-    tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
-    sums = LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))
+    groups, sums = matched(reader, mine, world, options.sharing, ranks)
     # Decided by sums that all ranks have, so that all divide alike.
-    if sums.weight.is_little(limits):
-        groups = long_only(groups, limits)
+    if sums.weight.is_little(options.sharing):
+        groups = long_only(groups, options.sharing)
     if sums.unmatched:
         world.agree("compare", Mismatch(sums.unmatched, where))
     if sums.has_left == world.size:

@@ -5,20 +5,26 @@ other half to one partner there. So do the quarters with the quarters of their h
 until each rank knows who needs what of its own stretch. The answers go back the same way. In all, a
 rank sends 2 log2(N) maps, each about as long as what it needs itself; a run that many ranks need is
 one run in them. This is a reduce-scatter by recursive halving and the all-gather that undoes it
-(Rabenseifner, 2004), where sums are sets of ranks.
+(Rabenseifner, 2004), where sums are sets of ranks. A few ranks hear all needs, in one round.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.loading.exchange import Group
+from ckpt.loading.exchange import Group, ShareLimits, Weight, weigh
 from ckpt.loading.plan import Ints
-from ckpt.world.base import Transfers
+from ckpt.loading.reader import Reader
+from ckpt.state.matching import Tally
+from ckpt.world.base import Transfers, World, decided_json, joined, split
+
+FEW_RANKS = 16  # one round of them takes less time than their halvings
 
 
 class NeedMap(NamedTuple):
@@ -208,3 +214,60 @@ def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: 
             both.reverse()
         answer = side_by_side(both)
     return answer.shared_in(needs_of(rank, needs)).groups()
+
+
+class LoadSums(NamedTuple):
+    """What all ranks together report before they read, and a name for this load.
+
+    `away` are bytes that come from ranks of other hosts. `has_left` counts the ranks whose state
+    has no place for something of the checkpoint, `averaged` means of rows, `unmatched` are the
+    caller's rules that match nothing on any of them.
+    """
+
+    tally: Tally
+    weight: Weight
+    away: int = 0
+    has_left: int = 0
+    averaged: int = 0
+    name: str = ""
+    unmatched: tuple[str, ...] = ()
+
+
+def matched(
+    reader: Reader,
+    mine: tuple[list[int], list[str]],
+    world: World,
+    limits: ShareLimits,
+    ranks: Sequence[int] | None,
+) -> tuple[list[Group], LoadSums]:
+    """With whom of `ranks` this rank shares what it needs, and the sums over all ranks. Collective.
+
+    `mine` are this rank's numbers of `LoadSums` but for the weight, and its unmatched rules.
+    """
+    needs, among = reader.needs, range(world.size) if ranks is None else ranks
+    # The name tells the flag of this load's failure from those of earlier ones.
+    own = [*mine, secrets.token_hex(8)]
+
+    def summed(every: list[tuple[list[int], list[str], str]]) -> list[Any]:
+        numbers, unmatched, names = zip(*every, strict=True)
+        by_all = set(unmatched[0]).intersection(*unmatched[1:])
+        return [list(map(sum, zip(*numbers, strict=True))), sorted(by_all), names[0]]
+
+    # Hosts have groups of their own, and they partition the ranks: so all ranks go the same way.
+    if len(among) == world.size <= FEW_RANKS:
+        here = needs_of(world.rank, needs)
+        came = world.gather("needs", joined(json.dumps(own).encode(), here.encode()))
+        parts, maps = zip(*map(split, came), strict=True)
+        everybodys = all_together([*map(NeedMap.decode, maps)])
+        groups, shared = (everybodys.shared_in(one).groups() for one in (here, everybodys))
+        weight = weigh(everybodys.runs, shared, None, limits)
+        numbers, unmatched, name = summed([*map(json.loads, parts)])
+    else:
+        with world.transfers("needs") as wires:
+            groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
+        own[0] = [*mine[0], *weigh(needs, groups, world.rank, limits)]
+        answer = decided_json(world, "needs", "sums of needs", own, summed)
+        (*numbers, unique, repeated, long), unmatched, name = answer
+        weight = Weight(unique, repeated, long)
+    tally, (away, left_by, averaged) = Tally(*numbers[:4]), numbers[4:]
+    return groups, LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))

@@ -148,10 +148,10 @@ def read_aside(
     options, known, where = how
     header = manifest.header
     text = f"{store.url.rstrip('/')}/{prefix} (step {header.step}, {header.attempt})"
-    binding = collectively(world, "compare", lambda: bind_to(state, manifest, world, options, text))
     block_sums = BlockSums(store, prefix, manifest, options.path.cache)
 
-    def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
+    def plan() -> tuple[Binding, Reader, _Choice, tuple[LivePiece, ...]]:
+        binding = bind_to(state, manifest, world, options, text)
         targets = tuple(live_pieces(binding.holdings))
         choice = _choose(store, manifest, targets, known, where)
         reads, kept = plan_reads(manifest, choice.holdings), choice.kept_chunks
@@ -160,9 +160,9 @@ def read_aside(
             needs={chunk: need for chunk, need in reads.needs.items() if chunk not in kept},
             packed={chunk: place for chunk, place in reads.packed.items() if chunk not in kept},
         )
-        return Reader(block_sums, reads, options.path), choice, targets
+        return binding, Reader(block_sums, reads, options.path), choice, targets
 
-    reader, choice, targets = collectively(world, "plan", plan)
+    binding, reader, choice, targets = collectively(world, "compare", plan)
     groups, sums, warnings = compared(reader, binding, (block_sums, text), world, options)
 
     def prepare() -> Sharing:

@@ -34,7 +34,6 @@ from ckpt.loading.contents import LocatedCheckpoint, store_and_checkpoint
 from ckpt.loading.exchange import (
     ShareLimits,
     Sharing,
-    Weight,
     long_only,
     nbytes_under_way,
     share,
@@ -200,8 +199,8 @@ def plan_of_ranks(
     needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in each]
     everybodys = all_together(needs)
     groups = [everybodys.shared_in(one).groups() for one in needs]
-    weights = [weigh(one.runs, groups[rank], rank, limits) for rank, one in enumerate(needs)]
-    if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
+    shared = everybodys.shared_in(everybodys).groups()
+    if weigh(everybodys.runs, shared, None, limits).is_little(limits):
         groups = [long_only(one, limits) for one in groups]
     plans = []
     for rank in budget.timed(range(count), "a plan"):

@@ -422,7 +422,8 @@ class Reader:
         blocks, requests = self.blocks, self._requests(runs, shared=True)
         begin = int(blocks.start[requests[0].rows[0]])
         # One buffer for all requests; what lies between the runs is cut out at the end.
-        buffer = memoryview(bytearray(int(blocks.stop[requests[-1].rows[-1]]) - begin))
+        nbytes = int(blocks.stop[requests[-1].rows[-1]]) - begin
+        buffer = memoryview(np.empty(nbytes, np.uint8))
         for request in requests:
             rows = request.rows
             start, stop = int(blocks.start[rows[0]]), int(blocks.stop[rows[-1]])

@@ -26,7 +26,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ckpt.errors import Corrupt
 from ckpt.near.parity import Parity, ParityGroup, files_in, read_chunk, read_parity, xor_into
@@ -34,7 +34,7 @@ from ckpt.near.placement import Hosts
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, has_file, refuse_fenced
 from ckpt.near.value import Near
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World, shared
 from ckpt.world.job import place_of_environment
 from ckpt.world.liveness import this_network
 from storage import StorageError, Store, TransientError
@@ -332,21 +332,20 @@ def open_copies(
     opened: list[PeerServer] = []
     trusted: list[ssl.SSLContext] = []
 
-    def serve() -> bytes:
+    def serve() -> list[Any]:
         if certificate:
             trusted.append(client_tls(certificate))
         if not hosts.is_first:
-            return b""
+            return []
         address = near.address or _address(networks, world.rank)
         # Only the ranks learn it, in messages of their world.
         token = secrets.token_hex(16)
         tls = server_tls(certificate) if certificate else None
         opened.append(PeerServer(tier.store, token, address, place.ports, tls=tls))
-        return json.dumps([address, opened[0].port, token]).encode()
+        return [address, opened[0].port, token]
 
     try:
-        own = collectively(world, "near server", serve)
-        endpoints = [one and json.loads(one) for one in world.gather("near peers", own)]
+        endpoints = shared(world, "near server", serve)
         tls = trusted[0] if trusted else None
         stores = []
         for host in copies[hosts.own]:

@@ -5,11 +5,11 @@ every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ckpt.near.tier import Tier
-from ckpt.world.base import World
+from ckpt.world.base import World, shared
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +22,16 @@ class Hosts(NamedTuple):
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, world: World, tier: Tier) -> Hosts:
-        """Gathered from all ranks. Collective."""
-        gathered = world.gather("near hosts", tier.host.encode())
-        return cls(world, tier, tuple(one.decode() for one in gathered))
+    def of(cls, world: World, tier: Callable[[], Tier]) -> Hosts:
+        """Gathered from all ranks, each of which opens its tier. Collective."""
+        opened: list[Tier] = []
+
+        def host() -> str:
+            opened.append(tier())
+            return opened[0].host
+
+        names = tuple(shared(world, "near tier", host))
+        return cls(world, opened[0], names)
 
     @property
     def own(self) -> str:

@@ -7,7 +7,6 @@ records and files of each host -> candidates -> parts from headers -> manifest -
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,18 +29,10 @@ from ckpt.near.peers import open_copies
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
+from ckpt.near.tier import Tier
 from ckpt.near.value import Near
 from ckpt.service.restore import TierRestorable
-from ckpt.world.base import (
-    World,
-    collectively,
-    decided,
-    from_coordinator,
-    joined,
-    pack,
-    split,
-    unpack,
-)
+from ckpt.world.base import collectively, decided, joined, pack, shared, split, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -109,22 +100,31 @@ class NearCandidate(TierRestorable):
             return str(error.__cause__ or error) if is_half else str(error)
 
 
-def near_candidates(hosts: Hosts, epoch: int, near: Near) -> list[NearCandidate]:
-    """All near checkpoints of an epoch that any host knows of, newest first. Collective."""
+def near_candidates(
+    hosts: Hosts, epoch: int, near: Near
+) -> tuple[TierStatus | None, list[NearCandidate]]:
+    """How far the training of an epoch had come, as far as a host has noted it, and all of its near
+    checkpoints that any host knows of, newest first. Collective.
+    """
     world, tier, is_first = hosts.world, hosts.tier, hosts.is_first
     own: dict[str, bytes] = {}
 
-    def look() -> None:
-        for record in tier.records() if is_first else ():
+    def look() -> list[Any]:
+        if not is_first:
+            return [None, []]
+        for record in tier.records():
             # Of an older epoch: that session is fenced, and this one has not adopted its states.
             if record.head.epoch == epoch:
                 encoded = encode_near_record(record)
                 own[hashlib.sha256(encoded).hexdigest()] = encoded
+        return [_status(tier), sorted(own)]
 
-    collectively(world, "near records", look)
+    seen = shared(world, "near records", look)
+    statuses = [TierStatus(**one) for one, _ in seen if one and one["epoch"] == epoch]
+    status = max(statuses, key=lambda one: one.order, default=None)
     # Each record is sent by the first rank that has it: of thousands of hosts all have the same.
     senders: dict[str, int] = {}
-    for rank, digests in enumerate(_shared(world, "near digests", sorted(own))):
+    for rank, (_, digests) in enumerate(seen):
         for digest in digests:
             senders.setdefault(digest, rank)
     sent = [encoded for digest, encoded in own.items() if senders[digest] == world.rank]
@@ -143,15 +143,14 @@ def near_candidates(hosts: Hosts, epoch: int, near: Near) -> list[NearCandidate]
             return []
         return [(tier.whole_ranks(one), tier.has_parity(one.prefix)) for one in records]
 
-    mine_of_all = collectively(world, "near offers", offered)
     homes: list[list[list[str]]] = [[[] for _ in range(r.head.world_size)] for r in records]
     have_parity = [False] * len(records)
-    for rank, offers in enumerate(_shared(world, "near offers", mine_of_all)):
+    for rank, offers in enumerate(shared(world, "near offers", offered)):
         for number, (ranks, has_parity) in enumerate(offers):  # only the first of a host has any
             have_parity[number] |= has_parity
             for one in ranks:
                 homes[number][one].append(hosts.names[rank])
-    return [
+    return status, [
         NearCandidate.of(hosts, record, known, near, has_parity)
         for record, known, has_parity in zip(records, homes, have_parity, strict=True)
     ]
@@ -168,36 +167,20 @@ def _parities(hosts: Hosts, record: NearRecord, ranks: Collection[int]) -> list[
             if any(one.group.ranks_of(host) & {*ranks} for host in one.group.hosts)
         ]
 
-    mine = collectively(hosts.world, "near parity", kept)
     return [
         decode_parity(bytes.fromhex(one), "parity of another rank")
-        for each in _shared(hosts.world, "near parities", mine)
+        for each in shared(hosts.world, "near parity", kept)
         for one in each
     ]
 
 
-def newest_status(hosts: Hosts, epoch: int) -> TierStatus | None:
-    """How far the training of an epoch had come, as far as a host has noted it. Collective."""
-    world = hosts.world
-
-    def look() -> TierStatus | None:
-        try:
-            return read_status(hosts.tier.store.place) if hosts.is_first else None
-        except (CheckpointError, OSError) as error:
-            logger.warning("how far the training was is not known of this host: %s", error)
-            return None
-
-    own = collectively(world, "near status", look)
-    mine = None if own is None or own.epoch != epoch else asdict(own)
-    statuses = [TierStatus(**one) for one in _shared(world, "near statuses", mine) if one]
-    return max(statuses, key=lambda one: one.order, default=None)
-
-
-def _shared(world: World, name: str, mine: Any) -> list[Any]:
-    """What every rank has, by rank, as JSON. Collective."""
-    encoded = json.dumps(mine).encode()
-    every = decided(world, name, name, encoded, lambda each: b"[%s]" % b",".join(each))
-    return list(json.loads(every))
+def _status(tier: Tier) -> dict[str, Any] | None:
+    try:
+        status = read_status(tier.store.place)
+    except (CheckpointError, OSError) as error:
+        logger.warning("how far the training was is not known of this host: %s", error)
+        return None
+    return None if status is None else asdict(status)
 
 
 def load_near(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
@@ -273,7 +256,8 @@ def _load_whole(state: Any, candidate: NearCandidate, options: Mapping[str, Any]
     }
     # What is rebuilt is read in one way only.
     is_plain_disk = not (tier.is_in_memory or candidate.rebuilds)
-    path = read_path(tier.files, "auto" if is_plain_disk else "buffered")
+    ranks_here = hosts.ranks_of(own_host)
+    path = read_path(tier.files, "auto" if is_plain_disk else "buffered", len(ranks_here))
     resize, stacks = options.get("resize"), options.get("stacks") or {}
     return load_located(
         state,
@@ -281,7 +265,7 @@ def _load_whole(state: Any, candidate: NearCandidate, options: Mapping[str, Any]
         world=world,
         located=(record.prefix, manifest),
         options=LoadOptions(stacks=stacks, path=path, resize=resize),
-        origins=Origins(hosts.ranks_of(own_host), owners),
+        origins=Origins(ranks_here, owners),
     )
 
 
@@ -296,16 +280,18 @@ def _checked(candidate: NearCandidate) -> NearCandidate:
         r for r, homes in enumerate(candidate.homes) if own_host in homes and r not in rebuilt
     ]
     mine = offered[ranks_here.index(world.rank) :: len(ranks_here)]
-    damaged = []
-    for rank in mine:
-        try:
-            hosts.tier.opened(candidate.record, rank, with_blocks=True)
-        except CheckpointError as error:
-            logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
-            damaged.append(rank)
+
+    def damaged() -> Iterator[int]:
+        for rank in mine:
+            try:
+                hosts.tier.opened(candidate.record, rank, with_blocks=True)
+            except CheckpointError as error:
+                logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
+                yield rank
+
     bad = {
         (hosts.names[reader], rank)
-        for reader, ranks in enumerate(_shared(world, "near damage", damaged))
+        for reader, ranks in enumerate(shared(world, "near damage", lambda: list(damaged())))
         for rank in ranks
     }
     homes = [
@@ -329,7 +315,7 @@ def _manifest(candidate: NearCandidate) -> Manifest:
     owners = [_reader_at(hosts, homes, rank, rank) for rank, homes in enumerate(candidate.homes)]
 
     def opened() -> bytes:
-        sent = []
+        sent = [b""]  # from a rank that opens none: nothing at all stands for an error
         for rank, owner in enumerate(owners):
             if owner == world.rank:
                 files = hosts.tier.opened(record, rank)
@@ -337,12 +323,8 @@ def _manifest(candidate: NearCandidate) -> Manifest:
                 sent.append(joined(header, encode_part(part_of_rank(rank, files))))
         return _packed(sent)
 
-    mine = collectively(world, "near headers", opened)
-    received = world.gather_to_coordinator("near parts", mine)
-
-    def merged() -> bytes:
-        assert received is not None, "the coordinator merges"
-        pairs = [split(each) for one in received for each in unpack(one)]
+    def merged(received: list[bytes]) -> bytes:
+        pairs = [split(each) for one in received for each in unpack(one) if each]
         # Compared as bytes: files of two attempts must never make one state.
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
@@ -352,7 +334,7 @@ def _manifest(candidate: NearCandidate) -> Manifest:
         header = Header.model_validate_json(headers.pop())
         return build_manifest(header, parts).data
 
-    sent = from_coordinator(world, "near manifest", merged)
+    sent = decided(world, "near parts", "near manifest", opened, merged)
     return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))
 
 

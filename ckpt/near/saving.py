@@ -39,7 +39,7 @@ from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveT
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
 from ckpt.telemetry.record import RankReport, SaveTotals, totals_of
-from ckpt.world.base import collectively, from_coordinator, joined, split
+from ckpt.world.base import collectively, from_coordinator, joined, shared, split
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
@@ -208,7 +208,7 @@ class NearSaves:
         # Whole parts: a little more than the files have, and what mapped ones take.
         nbytes = part_count(files) * files[0].part_nbytes
 
-        def facts() -> bytes:
+        def facts() -> list[Any]:
             if self.hosts.is_first:
                 self.tier.sweep_unfinished()
             own = [r for r in self.tier.records() if r.head.epoch == self.session.epoch]
@@ -217,10 +217,9 @@ class NearSaves:
             slot = 0 if self.session.session is None else self.session.session.state().slot
             number, attempt = (newest.head.number, newest.head.attempt) if newest else (0, "")
             room, rack = sum(self.tier.room()), self._near.rack
-            return json.dumps([nbytes, room, number, attempt, slot, rack]).encode()
+            return [nbytes, room, number, attempt, slot, rack]
 
-        mine = collectively(world, "near room", facts)
-        reports = [json.loads(one) for one in world.gather("near room", mine)]
+        reports = shared(world, "near room", facts)
         racks: dict[str, str] = {}
         for name, report in zip(self.hosts.names, reports, strict=True):
             racks.setdefault(name, report[5])

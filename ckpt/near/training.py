@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.errors import Failure, Fenced, RankFailed
 from ckpt.near.placement import Hosts
-from ckpt.near.recovery import NearCandidate, near_candidates, newest_status
+from ckpt.near.recovery import NearCandidate, near_candidates
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier
 from ckpt.near.value import Near
@@ -22,7 +22,6 @@ from ckpt.service.policies import Observation, SavePolicy, are_multiples
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import FAILURES_MAX, RecordNumbers, TierSaves
 from ckpt.service.training import Training, saved_seconds
-from ckpt.world.base import collectively
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +108,9 @@ class NearTraining(TierSaves):
     # restoring
 
     def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
-        hosts = self._hosts_of(root)
-        status = newest_status(hosts, epoch)
+        status, offered = near_candidates(self._hosts_of(root), epoch, self._near)
         self.reached = None if status is None else (status.time_unix, status.step)
-        return near_candidates(hosts, epoch, self._near)
+        return offered
 
     def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
         self._has_restored = True
@@ -168,6 +166,5 @@ class NearTraining(TierSaves):
         """The tier of this host, and who shares it. Collective."""
         if self._hosts is None or self._hosts.tier.root != root:
             world, durable = self._training.world, self._training.target.store()
-            tier = collectively(world, "near tier", lambda: Tier(self._near.path, root, durable))
-            self._hosts = Hosts.of(world, tier)
+            self._hosts = Hosts.of(world, lambda: Tier(self._near.path, root, durable))
         return self._hosts

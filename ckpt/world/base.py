@@ -265,10 +265,13 @@ def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Resul
     return result
 
 
-def from_coordinator(world: World, phase: str, make: Callable[[], bytes]) -> bytes:
-    """What `make()` returns on the coordinator, on all ranks; its error is raised on all."""
+def from_coordinator(
+    world: World, phase: str, make: Callable[[], bytes], error: Exception | None = None
+) -> bytes:
+    """What `make()` returns on the coordinator, on all ranks; its error is raised on all. Where it
+    returns nothing, `error` is, which is why on some rank.
+    """
     message: bytes | None = None
-    error: Exception | None = None
     if world.rank == 0:
         try:
             message = make()
@@ -283,13 +286,31 @@ def from_coordinator(world: World, phase: str, make: Callable[[], bytes]) -> byt
 
 
 def decided(
-    world: World, ask: str, tell: str, mine: bytes, decide: Callable[[list[bytes]], bytes]
+    world: World,
+    ask: str,
+    tell: str,
+    make: Callable[[], bytes],
+    decide: Callable[[list[bytes]], bytes],
 ) -> bytes:
-    """What the coordinator decides, which is not empty, from what all ranks have, by rank: in the
-    rounds `ask` and `tell`. Its error is raised on all.
+    """What the coordinator decides from what `make()` returns on all ranks, by rank: in the rounds
+    `ask` and `tell`. Neither is ever empty; their errors are raised on all.
     """
-    received = world.gather_to_coordinator(ask, mine)
-    return from_coordinator(world, tell, lambda: decide(received or []))
+    mine, error = b"", None
+    try:
+        mine = make()
+    except Exception as caught:
+        error = caught  # not raised here either
+    received = world.gather_to_coordinator(ask, mine) or []
+    return from_coordinator(world, tell, lambda: decide(received) if all(received) else b"", error)
+
+
+def shared(world: World, name: str, make: Callable[[], Any]) -> list[Any]:
+    """What `make()` returns on all ranks, by rank, as JSON. Collective; raises like `decided`."""
+
+    def every(each: list[bytes]) -> bytes:
+        return b"[%s]" % b",".join(each)
+
+    return list(json.loads(decided(world, name, name, lambda: json.dumps(make()).encode(), every)))
 
 
 def decided_json(
@@ -305,10 +326,10 @@ def decided_json(
         # 0x78 begins every stream of zlib with its usual window, and no JSON.
         return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)
 
-    answer = decided(
-        world, ask, tell, packed(mine), lambda every: packed(decide(list(map(unpacked, every))))
-    )
-    return unpacked(answer)
+    def answer(every: list[bytes]) -> bytes:
+        return packed(decide(list(map(unpacked, every))))
+
+    return unpacked(decided(world, ask, tell, lambda: packed(mine), answer))
 
 
 class SoloWorld(World):

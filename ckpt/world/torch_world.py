@@ -382,7 +382,8 @@ class _GlooTransfers(Transfers):
             for tensor in _tensors(data)
         ]
         try:
-            self._finish(self._name, works, self._is_over.is_set)
+            if works:
+                self._finish(self._name, works, self._is_over.is_set)
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, _Aborted):
                 self.cause = self.cause or error

@@ -60,6 +60,7 @@ BODIES_MAX = 16  # in memory at the same time
 HEAD_SECONDS = 10.0  # for a client to shake hands, and to send the head of a request
 IDLE_SECONDS = 120.0  # between two requests on one connection
 UPLOAD_SECONDS = 120.0  # between two parts of an upload
+LOOK_SECONDS = 0.1  # between two looks at what is late
 NEWS_SECONDS_MAX = 30.0  # for which a request waits for news
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]{1,18}")
@@ -159,12 +160,13 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.port = int(self.server_address[1])
         # A daemon: a process that ends without closing it must not wait for it.
         self._thread = threading.Thread(
-            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="peers", daemon=True
+            target=self.serve_forever, args=(LOOK_SECONDS,), name="peers", daemon=True
         )
         self._thread.start()
 
     def close(self) -> None:
         """End all connections and uploads, and listen no more."""
+        _shut(self.socket)  # wakes `serve_forever`, which else looks in a tenth of a second
         self.shutdown()
         self.server_close()
         with self._lock:

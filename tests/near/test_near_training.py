@@ -20,7 +20,9 @@ from typing import Any, cast
 
 import pytest
 
+from ckpt.api import read_path
 from ckpt.errors import Fenced
+from ckpt.loading.plan import ReadPath
 from ckpt.near.memory import MappedStore, TierMemory
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord
@@ -37,7 +39,7 @@ from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import Job, state_at
 from tests.near.training import Life, advance
-from tests.thread_ranks import RanksFailed
+from tests.thread_ranks import RanksFailed, ThreadWorld
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,44 @@ def test_a_restart_continues_from_the_newest_near_state(tmp_path: Path) -> None:
         third = Life(2, store, hosts)
         third.run(0)
         assert origins(third) == {("near", 8)}
+
+
+def test_a_restart_asks_other_ranks_for_each_fact_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    Life(2, store, hosts).run(2)
+    names: list[str] = []
+    each_round = ThreadWorld._round
+
+    def seen(world: ThreadWorld, op: Any, name: str, *rest: Any) -> Any:
+        names.extend([name] if world.rank == 0 and "near" in name else [])
+        return each_round(world, op, name, *rest)
+
+    monkeypatch.setattr(ThreadWorld, "_round", seen)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 2)}
+    both_ways = ["near tier", "near records", "near records", "near offers"]
+    assert names[:8] == [name for name in both_ways for _ in "ud"]
+    assert names[8:10] == ["near parts", "near manifest"]
+    assert names[10:13] == ["agree on near plan", "near room", "near room"]
+
+
+def test_ranks_of_a_host_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1, 1)
+    Life(3, store, hosts).run(2)
+    asked: list[tuple[Any, ...]] = []
+
+    def seen(*how: Any) -> ReadPath:
+        asked.append(how[1:])
+        return read_path(*how)
+
+    monkeypatch.setattr("ckpt.near.recovery.read_path", seen)
+    again = Life(3, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 2)}
+    assert sorted(asked) == [("buffered", 1), ("buffered", 2), ("buffered", 2)]
 
 
 def test_a_tier_keeps_two_states_and_no_leftovers(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_servers_are_closed_when_one_host_cannot_serve(
 
     def rank_main(world: World) -> None:
         tier = Tier(tmp_path / str(world.rank) / "near", ROOT)
-        hosts = Hosts.of(world, tier)
+        hosts = Hosts.of(world, lambda: tier)
         copies = copies_of(dict.fromkeys(hosts.names, ""), 1)
         open_copies(world, hosts, copies, Near(tmp_path, replicas=1))
 

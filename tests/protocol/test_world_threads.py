@@ -13,7 +13,7 @@ import pytest
 
 import ckpt.world.tree
 from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
-from ckpt.world.base import SoloWorld, World, decided, from_coordinator
+from ckpt.world.base import SoloWorld, World, decided, from_coordinator, shared
 from tests.thread_ranks import RankKilled, RanksFailed, run_ranks
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_the_coordinator_is_raised_on_all_ranks(is_decided: bool) ->
     def rank(world: World) -> bytes:
         if not is_decided:
             return from_coordinator(world, "manifest", made)
-        return decided(world, "ask", "tell", b"of %d" % world.rank, made)
+        return decided(world, "ask", "tell", lambda: b"of %d" % world.rank, made)
 
     with pytest.raises(RanksFailed) as caught:
         run_ranks(3, rank)
@@ -135,9 +135,29 @@ def test_an_error_of_the_coordinator_is_raised_on_all_ranks(is_decided: bool) ->
     assert {error.problems for error in caught.value.errors.values()} == expected  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_what_a_rank_cannot_make_is_raised_on_all_ranks(culprit: int) -> None:
+    def rank(world: World) -> list[int]:
+        def made() -> int:
+            if world.rank == culprit:
+                raise Mismatch(["w: shape"])
+            return world.rank
+
+        return shared(world, "facts", made)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, rank)
+    errors = caught.value.errors.values()
+    assert [type(error) for error in errors] == [Mismatch] * 3
+    assert {str(error) for error in errors} == {str(Mismatch([f"rank {culprit}: w: shape"]))}
+    assert run_ranks(3, lambda world: shared(world, "facts", lambda: [world.rank])) == (
+        [[[0], [1], [2]]] * 3
+    )
+
+
 def test_all_ranks_get_what_the_coordinator_decides() -> None:
     def rank(world: World) -> bytes:
-        return decided(world, "ask", "tell", b"%d" % world.rank, b"-".join)
+        return decided(world, "ask", "tell", lambda: b"%d" % world.rank, b"-".join)
 
     assert run_ranks(3, rank) == [b"0-1-2"] * 3 and rank(SoloWorld()) == b"0"
 

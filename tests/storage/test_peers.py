@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -422,6 +423,18 @@ def test_the_token_is_in_no_message(server: PeerServer) -> None:
     for caught in (refused, gone):
         assert TOKEN not in f"{caught.value!r} {caught.value.__cause__!r}"
         assert "another" not in str(caught.value).replace("has another token", "")
+
+
+def test_a_server_that_is_idle_closes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "LOOK_SECONDS", 3600.0)
+    server = PeerServer(LocalStore(str(tmp_path / "tier")), TOKEN, "127.0.0.1")
+    client(server).put_if_absent("a", b"b")
+    closing = threading.Thread(target=server.close, daemon=True)
+    closing.start()
+    closing.join(20.0)
+    assert not closing.is_alive()
 
 
 # --- TLS --------------------------------------------------------------------------------------

@@ -112,6 +112,17 @@ def test_a_restart_asks_other_ranks_for_each_fact_once(
     assert names[10:13] == ["agree on near plan", "near room", "near room"]
 
 
+def test_a_host_that_missed_a_job_does_not_say_how_far_it_was(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    first = Life(2, store, hosts, save=EverySteps(2))
+    first.run(7)
+    Life(2, store, folders(tmp_path, 1, 1), save=EverySteps(2)).run(1)
+    again = Life(2, store, hosts)
+    again.run(0)
+    reports = [report for report in again.reports.values() if report]
+    assert {(one.origin, one.step, one.reached_step) for one in reports} == {("durable", 6, None)}
+
+
 def test_ranks_of_a_host_share_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, hosts = MemoryStore(), folders(tmp_path, 0, 1, 1)
     Life(3, store, hosts).run(2)

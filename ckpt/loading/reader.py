@@ -423,7 +423,7 @@ class Reader:
         begin = int(blocks.start[requests[0].rows[0]])
         # One buffer for all requests; what lies between the runs is cut out at the end.
         nbytes = int(blocks.stop[requests[-1].rows[-1]]) - begin
-        buffer = memoryview(np.empty(nbytes, np.uint8))
+        buffer = np.empty(nbytes, np.uint8).data
         for request in requests:
             rows = request.rows
             start, stop = int(blocks.start[rows[0]]), int(blocks.stop[rows[-1]])

@@ -300,7 +300,7 @@ class RebuiltStore(WrappedStore):
 
     def _fill(self, rebuild: Rebuild, start: int, view: memoryview) -> None:
         group, done = rebuild.group, 0
-        scratch = memoryview(np.empty(len(view), np.uint8))
+        scratch = np.empty(len(view), np.uint8).data
         for keeper, low, high in group.keepers(rebuild.lost, start, start + len(view)):
             part = view[done : done + high - low]
             self._read_parity(keeper, rebuild.parities[keeper], low, part)

@@ -44,8 +44,8 @@ REMOTE_REQUESTS = 4  # in flight at once per rank
 REMOTE_REQUESTS_MAX = 16  # where more of them move more: reads of 128 MiB
 CACHED_READERS_MAX = 4  # threads per rank that copy and check what is in memory
 DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
-# Less goes through the page cache, unless `io` says otherwise: a file that is saved, and all that a
-# rank loads.
+# Less goes through the page cache, unless `io` says otherwise: a file that is saved in the
+# background, and all that a rank loads, or saves while training waits.
 DIRECT_SAVE_NBYTES_MIN = 4 * MIB
 DIRECT_LOAD_NBYTES_MIN = 16 * MIB
 # A rank's save goes through it, too, while training waits, if it takes no more of the memory that
@@ -94,8 +94,8 @@ def save(
     the first rank. How the save went, on every rank, is kept for `ckpt report`, unless
     `telemetry=False`. A store that cannot refuse a second writer is used only with
     `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache, where
-    the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 4 MiB
-    or more and more than an eighth of the memory that is left, or all ranks a quarter.
+    the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 16
+    MiB or more and more than an eighth of the memory that is left, or all ranks a quarter.
     `async_save` does so from 4 MiB on, which costs the training fewer CPU seconds.
 
     Trainings that share a root have names: with `line="generator"` the root is that of this name,
@@ -522,6 +522,7 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     if io == "auto" and cached_ranks:
         # All ranks of the job may be on this host; together they get a quarter.
         share = min(CACHED_SHARE_MAX, 1 / (4 * cached_ranks))
+        least = DIRECT_LOAD_NBYTES_MIN
     return WritePath(
         direct=True, writers=1, direct_nbytes_min=least, cached_share_max=share, staging=staging
     )

@@ -170,7 +170,7 @@ DIRECT_WRITE_BYTES = 16 * 1024 * 1024
 # Vectors per preadv/pwritev: IOV_MAX of Linux.
 _VECTORS_MAX = 1024
 # Smaller writes are left to the kernel, which merges them.
-_WRITEBACK_BYTES_MIN = 4 * 1024 * 1024
+_WRITEBACK_BYTES_MIN = 1024 * 1024
 
 _DIRECT_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_DIRECT", 0)
 # What filesystems answer that cannot read around the cache, or not with this alignment.

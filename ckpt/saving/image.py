@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count, islice, pairwise
+from itertools import chain, count, islice, pairwise, starmap
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -36,7 +37,7 @@ from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
 from storage.page_cache import memory_left
-from storage.ranges import address_of, bytes_at, copy_bytes, touch
+from storage.ranges import address_of, bytes_at, copy_bytes, gathered, touch
 
 MIB = 1 << 20
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
@@ -184,12 +185,26 @@ class WritePath:
 
 
 class StagedRange(NamedTuple):
-    """Bytes `start` to `stop` of a source, which are copied to byte `offset` of a part."""
+    """Bytes `start` to `stop` of a source, which are copied to byte `offset` of a part; of `count`
+    small sources that follow each other, all bytes.
+    """
 
     source: int
     start: int
     stop: int
     offset: int
+    count: int = 1
+
+    def each(self, sources: Sequence[Source]) -> Iterator[StagedRange]:
+        """The same, source by source."""
+        if self.count == 1:
+            yield self
+            return
+        offset = self.offset
+        for source in range(self.source, self.source + self.count):
+            nbytes = sources[source].chunk.nbytes
+            yield StagedRange(source, 0, nbytes, offset)
+            offset += nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,21 +231,32 @@ def plan_files(
     # An eighth more, for values and checksums: the parts are cut before their sizes are known.
     part_nbytes = part_nbytes_for(largest + largest // 8, path.part_nbytes)
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
-    # A small file must not take a buffer of a whole part.
-    part_nbytes = min(part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
+    # A small file must not take a buffer of a whole part. Of one that goes through the page cache,
+    # the disk writes the first quarter while the next are prepared.
+    small = largest // 4 if path.cached_share_max else largest
+    part_nbytes = min(part_nbytes, -(-max(small, part_nbytes_min) // MIB) * MIB)
     first, plans = 0, list[FilePlan]()
     for file, start in zip(files, starts, strict=True):
         count, position = -(-(start + file.nbytes) // part_nbytes), start
-        parts = [list[StagedRange]() for _ in range(count)]
+        parts = [list[list[int]]() for _ in range(count)]
+        small_in = -1  # the part whose last range is of small sources
         for source, chunk in enumerate(file.chunks, first):
             low = 0
             while low < chunk.nbytes:
                 part, offset = divmod(position, part_nbytes)
                 high = min(chunk.nbytes, low + part_nbytes - offset)
-                parts[part].append(StagedRange(source, low, high, offset))
+                here, is_small = parts[part], high - low == chunk.nbytes <= COPIED_NBYTES_MAX
+                # Thousands are few ranges then; the CPU's cache keeps a MiB for its checksums.
+                if is_small and part == small_in and here[-1][2] + high <= MIB:
+                    here[-1][2] += high
+                    here[-1][4] += 1
+                else:
+                    here.append([source, low, high, offset, 1])
+                small_in = part if is_small else -1
                 position += high - low
                 low = high
-        plans.append(FilePlan(file, first, start, part_nbytes, tuple(map(tuple, parts))))
+        ranges = [tuple(starmap(StagedRange, part)) for part in parts]
+        plans.append(FilePlan(file, first, start, part_nbytes, tuple(ranges)))
         first += len(file.chunks)
     return tuple(plans)
 
@@ -273,8 +299,9 @@ def copy_order(
     later = tuple(chain(*[file.parts for file in files]))
     now: tuple[tuple[StagedRange, ...], ...] = ((),) * len(later)
     if first:
-        now = tuple([tuple([one for one in plan if one.source in first]) for plan in later])
-        later = tuple([tuple([one for one in plan if one.source not in first]) for plan in later])
+        every = [list(chain(*[one.each(sources) for one in plan])) for plan in later]
+        now = tuple([tuple([one for one in plan if one.source in first]) for plan in every])
+        later = tuple([tuple([one for one in plan if one.source not in first]) for plan in every])
     return CopyOrder(
         now,
         later,
@@ -303,7 +330,7 @@ def write_files(
         starts = [len(file.header) for file in files]
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
-    nbytes = sum([plan.entries.nbytes for plan in plans])
+    nbytes = sum([file.nbytes for file in files])
     share_max = path.cached_share_max if nbytes >= path.direct_nbytes_min else 0.0
     if share_max and nbytes <= share_max * memory_left():
         # What was saved is often read soon, and then the page cache has it.
@@ -332,6 +359,7 @@ def write_files(
 
 
 _NO_BUFFER = memoryview(b"")
+_ADDRESS, _NBYTES = attrgetter("address"), attrgetter("chunk.nbytes")
 
 
 @dataclass(slots=True)
@@ -473,7 +501,7 @@ class Image:
         """
         moved = list(self.sources)
         for part in self._parts:
-            for index, start, _, offset in part.ranges:
+            for index, start, _, offset, _ in chain(*[o.each(self.sources) for o in part.ranges]):
                 # A chunk is cut into ranges where parts end; in one range of memory its first gives
                 # the place.
                 if start == 0:
@@ -507,7 +535,7 @@ class Image:
             small.clear()
             for low in range(one.start, one.stop, MIB):
                 offset, high = one.offset + low - one.start, min(low + MIB, one.stop)
-                here = StagedRange(one.source, low, high, offset)
+                here = StagedRange(one.source, low, high, offset, one.count)
                 self._fill(part, [here], non_blocking=False)
                 stop = offset + high - low
                 builder.complete(start + done, part.buffer[done:stop])
@@ -541,9 +569,18 @@ class Image:
     ) -> None:
         base = address_of(part.buffer)
         sources = self.sources
-        for index, start, stop, offset in ranges:
+        for one in ranges:
+            index, start, stop, offset, count = one
             source = sources[index]
-            if source.address:
+            if count > 1:
+                some = sources[index : index + count]
+                addresses = list(map(_ADDRESS, some))
+                if all(addresses):
+                    sizes = list(map(_NBYTES, some))
+                    part.buffer[offset : offset + stop] = gathered(addresses, sizes)
+                else:
+                    self._fill(part, list(one.each(sources)), non_blocking=non_blocking)
+            elif source.address:
                 copy_bytes(base + offset, source.address + start, stop - start)
             else:
                 target = part.buffer[offset : offset + stop - start]

@@ -65,18 +65,33 @@ class Fingerprint:
 
     def mark_memory(self) -> None:
         """Note where and how the memory of all tensors lies. Called once, at the end."""
-        memories = [memory_of(tensor) for tensor in self.tensors]
+        memories, marks, others = self.tensors, self.marks, list[torch.Tensor]()
+        if not PLAIN_CLASSES.issuperset(map(type, memories)):
+            memories = [memory_of(tensor) for tensor in memories]
+            others = [one for one in memories if type(one) not in PLAIN_CLASSES]
+        # With another dtype or view, the same bits in the same place are other numbers.
+        dtypes = [one.dtype for one in memories]
+        marks += dtypes
+        unlike = dict(zip(dtypes, memories, strict=True)).values()
         try:
-            self.marks += [(one.data_ptr(), one.shape, one.stride()) for one in memories]
+            # By columns: a tuple for each of thousands of tensors takes half as long again.
+            marks += map(torch.Tensor.data_ptr, memories)
+            marks += [one.shape for one in memories]
+            if not all(map(torch.Tensor.is_contiguous, memories)):
+                marks += [one.stride() for one in memories]
+            if any(map(torch.Tensor.is_neg, memories)):
+                marks += map(torch.Tensor.is_neg, memories)
+            if any(map(torch.Tensor.is_complex, unlike)):
+                marks += map(torch.Tensor.is_conj, memories)
         except (RuntimeError, ValueError):
             # A sparse, nested or lazy tensor has no one memory. A mark that equals no other lets
             # the state be described, which refuses that tensor by name.
-            self.marks.append(object())
+            marks.append(object())
         # What a composite consists of, and what else it says, changes without another object.
-        of_types = [one for one in memories if type(one) not in PLAIN_CLASSES or one.is_quantized]
-        if any(one.is_quantized or type_of(one) is not None for one in of_types):
-            self.marks.append(object())
-        self.marks += [tensor.requires_grad for tensor in self.tensors]
+        others += unlike
+        if any([one.is_quantized or type_of(one) is not None for one in others]):
+            marks.append(object())
+        marks += [tensor.requires_grad for tensor in self.tensors]
 
 
 def fingerprint_of(leaves: Leaves) -> Fingerprint | None:

@@ -7,7 +7,7 @@ child.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,27 +152,29 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
     if depth >= DEPTH_MAX:
         leaves.problems.append(f"{path[:200]}: nested deeper than {DEPTH_MAX} levels, or in itself")
         return
-    items: Iterable[tuple[Any, Any]]
+    keys: Sequence[Any] = range(len(node))
+    children: Sequence[Any] = node
     if isinstance(node, dict):
-        items = node.items()
+        keys, children = list(node), list(node.values())
         # Names of parts that are walked into come from the keys, so only keys that make a name do.
-        if bad := [key for key in node if type(key) is not str and type(key) is not int]:
+        if not {str, int}.issuperset(map(type, keys)):
+            bad = next(key for key in keys if type(key) is not str and type(key) is not int)
             leaves.problems.append(
-                f"{path or 'the state'}: key {bad[0]!r:.100} of type {type(bad[0]).__name__} "
+                f"{path or 'the state'}: key {bad!r:.100} of type {type(bad).__name__} "
                 "cannot name a part of the state; use str or int"
             )
             return
-    else:
-        items = enumerate(node)
-        if isinstance(node, tuple):
-            leaves.tuples.append(LocatedValue(path, node, place))
+    elif isinstance(node, tuple):
+        leaves.tuples.append(LocatedValue(path, node, place))
     prefix = f"{path}." if path else ""
-    tensors = leaves.tensors
-    for key, child in items:
-        fqn = f"{prefix}{key}"
-        # A short way: states of tensors have thousands.
+    names = [prefix + str(key) for key in keys]
+    # Short ways: states of tensors have thousands.
+    if {torch.Tensor}.issuperset(map(type, children)) and EXTRA_STATE_KEY not in "".join(names):
+        leaves.tensors.extend(zip(names, children, strict=True))
+        return
+    for fqn, key, child in zip(names, keys, children, strict=True):
         if type(child) is torch.Tensor and not fqn.endswith(EXTRA_STATE_KEY):
-            tensors.append((fqn, child))
+            leaves.tensors.append((fqn, child))
         else:
             _visit(child, fqn, Location(node, key), leaves, depth + 1)
 

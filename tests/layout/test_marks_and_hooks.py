@@ -61,6 +61,22 @@ def test_marks_say_where_and_how_memory_lies() -> None:
     assert _marks(tensor) != before
 
 
+def test_marks_say_what_the_bits_in_memory_stand_for() -> None:
+    """Another tensor in the same memory, of the same shape and strides."""
+    number = torch.randn(4, dtype=torch.complex64)
+    for tensor, changed in (
+        (torch.zeros(4), torch.zeros(4).view(torch.int32)),
+        (torch.zeros(4, dtype=torch.half), torch.zeros(4, dtype=torch.bfloat16)),
+        (number, number.conj()),
+        (number.imag, number.conj().imag),
+    ):
+        before, memory = _marks(tensor), tensor.data
+        tensor.data = memory.view(changed.dtype) if changed.dtype is not memory.dtype else changed
+        assert _marks(tensor) != before
+        tensor.data = memory
+        assert _marks(tensor) == before
+
+
 def test_memory_that_is_not_one_is_never_the_same() -> None:
     tensor = torch.eye(2).to_sparse()
     marks = _marks(tensor)

@@ -7,21 +7,27 @@ and compares every tensor bit for bit.
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
 from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Span
 from ckpt.loading import reader
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import catalog_of
 from ckpt.loading.plan import plan_reads
+from ckpt.saving.image import WritePath, copy_order, plan_files
+from ckpt.saving.plan import Source
 from ckpt.state.bind import bind_state
 from ckpt.state.binding import _marked
 from storage.local import LocalStore
@@ -205,3 +211,32 @@ def test_small_tensors_between_large_ones_are_read_by_one_request(
     # With the values and the checksums of all 200 behind them.
     (nbytes,) = [nbytes for key, nbytes in requests if key.endswith(".safetensors")]
     assert nbytes < 400 + 4 * 200 + 100
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_of_many_are_split_by_when_they_are_copied(seed: int) -> None:
+    """A save in the background copies what an optimizer changes first: each byte once, in place."""
+    draw = random.Random(seed)
+    sizes = [draw.choice((1, 100, 1 << 10, 1 << 16, 3 << 19)) for _ in range(draw.randrange(1, 90))]
+    chunks = [
+        StoredChunk(f"{number:03d}", "uint8", (size,), Span(0, size), size, 0)
+        for number, size in enumerate(sizes)
+    ]
+    sources = [Source(chunk, torch.empty(0), 0, 1) for chunk in chunks]
+    entries = [file_entries(chunks, BLOCK_BYTES)]
+    plans = plan_files(entries, [4096], WritePath(part_nbytes=2 << 20), 1)
+    first = {number for number in range(len(sizes)) if draw.random() < 0.5}
+    order = copy_order(plans, sources, first)
+    for ranges, is_first in ((order.first, True), (order.later, False)):
+        assert all((one.source in first) is is_first for part in ranges for one in part)
+        assert all(one.count == 1 for part in ranges for one in part)
+    whole = copy_order(plans, sources, ())
+    for parts in (map(sum, zip(order.first, order.later, strict=True), repeat(())), whole.later):
+        place, copied = 4096, [0] * len(sizes)
+        for number, part in enumerate(parts):
+            every = chain(*[one.each(sources) for one in part])
+            for source, start, stop, offset, _ in sorted(every, key=lambda one: one.offset):
+                assert number * plans[0].part_nbytes + offset == place
+                assert start == copied[source]
+                place, copied[source] = place + stop - start, stop
+        assert copied == sizes

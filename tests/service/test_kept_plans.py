@@ -87,6 +87,10 @@ def other_memory(state: State) -> None:
     state["model"][0].weight.data = torch.randn(6, 4)
 
 
+def other_dtype(state: State) -> None:
+    state["tensors"][0].data = state["tensors"][0].data.view(torch.int32)
+
+
 def other_buffer(state: State) -> None:
     state["model"][1].running_mean = torch.randn(6)
 
@@ -131,6 +135,7 @@ CHANGES: tuple[Callable[[State], None], ...] = (
     same_shape_in_place,
     resized_in_place,
     other_memory,
+    other_dtype,
     other_buffer,
     other_module,
     loaded_optimizer,

@@ -185,23 +185,23 @@ class WritePath:
 
 
 class StagedRange(NamedTuple):
-    """Bytes `start` to `stop` of a source, which are copied to byte `offset` of a part; of `count`
-    small sources that follow each other, all bytes.
+    """Bytes `start` to `stop` of a source, which are copied to byte `offset` of a part; of a `run`
+    of so many small sources that follow each other, all bytes.
     """
 
     source: int
     start: int
     stop: int
     offset: int
-    count: int = 1
+    run: int = 1
 
     def each(self, sources: Sequence[Source]) -> Iterator[StagedRange]:
         """The same, source by source."""
-        if self.count == 1:
+        if self.run == 1:
             yield self
             return
         offset = self.offset
-        for source in range(self.source, self.source + self.count):
+        for source in range(self.source, self.source + self.run):
             nbytes = sources[source].chunk.nbytes
             yield StagedRange(source, 0, nbytes, offset)
             offset += nbytes
@@ -535,7 +535,7 @@ class Image:
             small.clear()
             for low in range(one.start, one.stop, MIB):
                 offset, high = one.offset + low - one.start, min(low + MIB, one.stop)
-                here = StagedRange(one.source, low, high, offset, one.count)
+                here = StagedRange(one.source, low, high, offset, one.run)
                 self._fill(part, [here], non_blocking=False)
                 stop = offset + high - low
                 builder.complete(start + done, part.buffer[done:stop])
@@ -570,10 +570,10 @@ class Image:
         base = address_of(part.buffer)
         sources = self.sources
         for one in ranges:
-            index, start, stop, offset, count = one
+            index, start, stop, offset, run = one
             source = sources[index]
-            if count > 1:
-                some = sources[index : index + count]
+            if run > 1:
+                some = sources[index : index + run]
                 addresses = list(map(_ADDRESS, some))
                 if all(addresses):
                     sizes = list(map(_NBYTES, some))

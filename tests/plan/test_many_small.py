@@ -66,6 +66,18 @@ def test_small_tensors_of_any_kind_come_back(tmp_path: Path, io: str, count: int
         assert torch.equal(target[fqn], tensor), fqn
 
 
+@pytest.mark.parametrize("numel", [256, 1 << 14, (1 << 14) + 1, 1 << 18])
+def test_tensors_that_fill_a_mebibyte_come_back(tmp_path: Path, numel: int) -> None:
+    state = {f"{index:04d}": torch.randn(numel) for index in range((5 << 18) // numel)}
+    target = _blank(state)
+    for step, save in enumerate((ckpt.save, lambda *a, **b: ckpt.async_save(*a, **b).result())):
+        save(state, str(tmp_path / "run"), step=step)
+        ckpt.load(target, str(tmp_path / "run"))
+        assert all(map(torch.equal, target.values(), state.values()))
+        for tensor in state.values():
+            tensor.neg_()
+
+
 def test_a_file_of_one_part_is_written_by_the_thread_that_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +241,7 @@ def test_ranges_of_many_are_split_by_when_they_are_copied(seed: int) -> None:
     order = copy_order(plans, sources, first)
     for ranges, is_first in ((order.first, True), (order.later, False)):
         assert all((one.source in first) is is_first for part in ranges for one in part)
-        assert all(one.count == 1 for part in ranges for one in part)
+        assert all(one.run == 1 for part in ranges for one in part)
     whole = copy_order(plans, sources, ())
     for parts in (map(sum, zip(order.first, order.later, strict=True), repeat(())), whole.later):
         place, copied = 4096, [0] * len(sizes)

@@ -118,7 +118,7 @@ def gathered(addresses: Sequence[int], sizes: Sequence[int]) -> bytes:
     places: dict[int, Callable[[int], ctypes.Array[ctypes.c_char]]] = {}
     for size in set(sizes):
         places[size] = (ctypes.c_char * size).from_address
-    return b"".join([places[size](at) for at, size in zip(addresses, sizes, strict=True)])
+    return b"".join([places[size](one) for one, size in zip(addresses, sizes, strict=True)])
 
 
 def scatter_bytes(targets: Iterable[int], source_address: int, sizes: Sequence[int]) -> None:

@@ -201,10 +201,9 @@ class StagedRange(NamedTuple):
             yield self
             return
         offset = self.offset
-        for source in range(self.source, self.source + self.run):
-            nbytes = sources[source].chunk.nbytes
-            yield StagedRange(source, 0, nbytes, offset)
-            offset += nbytes
+        for index, source in enumerate(sources[self.source : self.source + self.run], self.source):
+            yield StagedRange(index, 0, source.chunk.nbytes, offset)
+            offset += source.chunk.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +232,7 @@ def plan_files(
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
     # A small file must not take a buffer of a whole part. Of one that goes through the page cache,
     # the disk writes the first quarter while the next are prepared.
-    small = largest // 4 if path.cached_share_max else largest
+    small = min(largest, max(largest // 4, 2 * MIB)) if path.cached_share_max else largest
     part_nbytes = min(part_nbytes, -(-max(small, part_nbytes_min) // MIB) * MIB)
     first, plans = 0, list[FilePlan]()
     for file, start in zip(files, starts, strict=True):
@@ -330,9 +329,8 @@ def write_files(
         starts = [len(file.header) for file in files]
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
-    nbytes = sum([file.nbytes for file in files])
-    share_max = path.cached_share_max if nbytes >= path.direct_nbytes_min else 0.0
-    if share_max and nbytes <= share_max * memory_left():
+    nbytes, share_max = sum([file.nbytes for file in files]), path.cached_share_max
+    if nbytes < path.direct_nbytes_min or (share_max and nbytes <= share_max * memory_left()):
         # What was saved is often read soon, and then the page cache has it.
         path = replace(path, direct=False, writers=0)
     part_nbytes, writers = plans[0].part_nbytes, path.writers
@@ -567,16 +565,14 @@ class Image:
     def _fill(
         self, part: _StagedPart, ranges: Sequence[StagedRange], *, non_blocking: bool
     ) -> None:
-        base = address_of(part.buffer)
-        sources = self.sources
+        base, sources = address_of(part.buffer), self.sources
         for one in ranges:
             index, start, stop, offset, run = one
             source = sources[index]
             if run > 1:
                 some = sources[index : index + run]
-                addresses = list(map(_ADDRESS, some))
+                addresses, sizes = list(map(_ADDRESS, some)), list(map(_NBYTES, some))
                 if all(addresses):
-                    sizes = list(map(_NBYTES, some))
                     part.buffer[offset : offset + stop] = gathered(addresses, sizes)
                 else:
                     self._fill(part, list(one.each(sources)), non_blocking=non_blocking)

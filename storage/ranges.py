@@ -6,10 +6,9 @@ import ctypes
 import mmap
 import threading
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from operator import add
 from typing import TypeVar
 
 import numpy as np
@@ -121,13 +120,16 @@ def gathered(addresses: Sequence[int], sizes: Sequence[int]) -> bytes:
     return b"".join([places[size](one) for one, size in zip(addresses, sizes, strict=True)])
 
 
-def scatter_bytes(targets: Iterable[int], source_address: int, sizes: Sequence[int]) -> None:
-    """`copy_bytes` of consecutive parts of these sizes to addresses of their own: thousands, so the
-    loop is the interpreter's.
+def scatter_bytes(targets: Sequence[int], source: memoryview, sizes: Sequence[int]) -> None:
+    """Copy consecutive parts of `source` of these sizes to addresses of their own: thousands, in
+    half the time that `copy_bytes` takes, which gives up the GIL for each.
     """
-    sources = accumulate(sizes, initial=source_address)
-    # A deque without room runs the map without a line of Python per call.
-    deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)
+    low, start = min(targets), 0
+    # What lies between them is not looked at: a slice takes less than a view of its own.
+    memory = bytes_at(low, max(map(add, targets, sizes)) - low)
+    for target, nbytes in zip(targets, sizes, strict=True):
+        memory[target - low : target - low + nbytes] = source[start : start + nbytes]
+        start += nbytes
 
 
 class PartLedger:

@@ -31,7 +31,7 @@ from ckpt.format.checksum import Int64s as Int64s
 from ckpt.format.checksum import Seals
 from ckpt.format.columns import Ints, Progressions, distinct_by_part
 from ckpt.format.datafile import BLOCK_BYTES
-from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.dtypes import ITEMSIZES
 from ckpt.layout.region import Box, Region, Shape, Span
 from storage.forks import ForkSafeLock
 
@@ -409,7 +409,7 @@ class Manifest:
     @property
     def itemsizes(self) -> Int64s:
         """Bytes of an element of each tensor."""
-        return int64s([DTYPES[name].itemsize for name in self.dtypes])
+        return int64s(list(map(ITEMSIZES.__getitem__, self.dtypes)))
 
     def chunk_sizes(self) -> Ints:
         """Stored bytes of each chunk."""
@@ -428,7 +428,7 @@ class Manifest:
 
     def chunk_nbytes(self, chunk: int) -> int:
         """Stored bytes of `chunk`."""
-        return int(self.chunks.numel[chunk]) * DTYPES[self.dtypes[self.tensor_of(chunk)]].itemsize
+        return int(self.chunks.numel[chunk]) * ITEMSIZES[self.dtypes[self.tensor_of(chunk)]]
 
     def region(self, chunk: int) -> Region:
         """The region of `chunk` in its tensor's index space."""

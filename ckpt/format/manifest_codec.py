@@ -56,7 +56,7 @@ from ckpt.format.manifest import (
     reference_to,
     starts_of,
 )
-from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.dtypes import DTYPES, ITEMSIZES
 from ckpt.layout.region import Shape
 
 MAGIC = b"\x93CKPTMF\n"
@@ -172,7 +172,7 @@ def decode_manifest(
     kinds = ints_in(fields, "kinds", counts.tensors)
     if counts.tensors and int(kinds.max()) > 15:
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
-    itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
+    itemsizes = np.array(list(map(ITEMSIZES.__getitem__, dtypes)), dtype=np.uint8)
     seals = decode_seals(fields, file_nbytes - data_start)
     # A table has a word per block, so tables bound the count. As floats, a hostile sum cannot wrap
     # around.

@@ -65,6 +65,7 @@ _TABLE = (
 )
 
 DTYPES: dict[str, DType] = {entry.name: entry for entry in _TABLE}
+ITEMSIZES: dict[str, int] = {entry.name: entry.itemsize for entry in _TABLE}
 NATIVE_BY_CODE: dict[str, DType] = {entry.code: entry for entry in _TABLE if entry.is_native}
 
 

@@ -20,7 +20,7 @@ import torch
 from ckpt.format.checksum import block_count
 from ckpt.format.datafile import SMALL_NBYTES_MAX, region_start
 from ckpt.format.manifest import ChunkTable, Manifest, Wanted
-from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.dtypes import ITEMSIZES
 from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
@@ -326,8 +326,8 @@ def element_runs(patch: Patch) -> Ints:
 def _sizes(manifest: Manifest, chunks: Ints) -> Ints:
     """The bytes of `chunks`."""
     tensors = np.searchsorted(manifest.chunks.first, chunks, side="right") - 1
-    names = manifest.dtypes
-    itemsizes = [DTYPES[names[tensor]].itemsize for tensor in tensors.tolist()]
+    dtypes = map(manifest.dtypes.__getitem__, tensors.tolist())
+    itemsizes = list(map(ITEMSIZES.__getitem__, dtypes))
     return manifest.chunks.numel[chunks].astype(np.int64) * np.array(itemsizes, dtype=np.int64)
 
 

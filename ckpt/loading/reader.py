@@ -384,8 +384,8 @@ class Reader:
                 if part.is_pack:
                     rows = slice(part.first, part.last)
                     sizes = self._sizes[rows].tolist()
-                    targets = map(self._packed.__getitem__, self.blocks.chunk[rows].tolist())
-                    scatter_bytes(targets, address_of(data), sizes)
+                    chunks = self.blocks.chunk[rows].tolist()
+                    scatter_bytes(list(map(self._packed.__getitem__, chunks)), data, sizes)
                     continue
                 need = self._need(int(self.blocks.chunk[part.first]))
                 # The request has put the bytes into their only target already.
@@ -460,7 +460,7 @@ class Reader:
             # are delivered at once; what is between them is not looked at.
             space = memoryview(bytearray(stop - start))
             targets = (pieces[:, 0] - start + address_of(space)).tolist()
-            scatter_bytes(targets, address_of(data), sizes)
+            scatter_bytes(targets, data, sizes)
             self._deliver(blocks, space)
             return
         base = start - blocks.start

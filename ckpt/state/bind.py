@@ -154,12 +154,22 @@ class _Binder:
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
-        bound = []
-        loaded = []
+        bound: list[tuple[str, torch.Tensor]] = []
+        loaded: list[str] = []
         strided = {}
         unchanged = {} if names.has_rename or names.has_skip else names.catalog.tensors
+        # Thousands of tensors stand under their own names as they are: short ways for them.
+        if all(
+            [
+                (entry := unchanged.get(fqn)) is not None
+                and entry.dtype is tensor.dtype
+                and entry.shape == tensor.shape
+                and tensor.is_contiguous()
+                for fqn, tensor in tensors
+            ]
+        ):
+            bound, loaded, tensors = [*tensors], [fqn for fqn, _ in tensors], ()
         for fqn, tensor in tensors:
-            # Thousands of tensors stand under their own names as they are: a short way for them.
             entry = unchanged.get(fqn)
             if entry is not None and entry.dtype is tensor.dtype and entry.shape == tensor.shape:
                 saved = fqn

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import Mismatch
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Span
@@ -76,6 +77,19 @@ def test_tensors_that_fill_a_mebibyte_come_back(tmp_path: Path, numel: int) -> N
         assert all(map(torch.equal, target.values(), state.values()))
         for tensor in state.values():
             tensor.neg_()
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize(
+    "other", [torch.zeros(9, 7), torch.zeros(63), torch.zeros(7, 9, dtype=torch.int32)]
+)
+def test_one_that_does_not_fit_refuses_all(tmp_path: Path, other: torch.Tensor, count: int) -> None:
+    state = {f"{index:02d}": torch.ones(7, 9) for index in range(count)}
+    ckpt.save(state, str(tmp_path / "run"), step=0)
+    target = {**_blank(state), "00": other}
+    with pytest.raises(Mismatch, match=r"^(.|\n)*00: checkpoint has "):
+        ckpt.load(target, str(tmp_path / "run"))
+    assert not any(map(torch.any, target.values()))
 
 
 def test_a_file_of_one_part_is_written_by_the_thread_that_saves(

@@ -344,7 +344,7 @@ def load(
     Ranks and jobs may share one; it may be removed at any time.
 
     `io="buffered"` reads local files through the page cache, `"direct"` around it. `"auto"` reads
-    around it what is not in it, where a rank reads 16 MiB or more.
+    around it what is not in it, where memory is short or that is faster.
 
     What describes the checkpoint may take `metadata_bytes_max` bytes of memory (None: 1 GiB, as 25
     million parts do).

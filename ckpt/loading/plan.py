@@ -172,8 +172,9 @@ class ReadPath:
     With `direct_readers`, what the store says is on a disk and not in memory is read around the
     page cache, that many requests at once, and with `direct_always` everything is. A rank that
     needs less than `direct_nbytes_min` reads all of it through the page cache. One that needs at
-    most `through_share_max` of the memory that is left tries both ways and takes the faster, and
-    puts what is missing into the page cache where most is there. What is in memory is copied and
+    most `through_share_max` of the memory that is left does so where it makes few requests, tries
+    both ways with more and takes the faster, and puts what is missing into the page cache where
+    most is there. What is in memory is copied and
     checked by `cached_readers` threads.
     """
 

@@ -199,9 +199,12 @@ class Reader:
         if 0 < len(beside) < 3 * len(here) and self._has_room():
             # Around the cache, what is missing in it would be missing at the next load, too.
             beside, here = [], requests
-        elif len(beside) >= 8 * TRIED_REQUESTS and self._has_room():
-            tried, beside = beside[: 3 * TRIED_REQUESTS], beside[3 * TRIED_REQUESTS :]
-            if self._is_faster_through(tried):
+        elif beside and self._has_room():
+            # Of a short load there is nothing to try, and through the cache it is seldom slower.
+            count = 3 * TRIED_REQUESTS if len(beside) >= 8 * TRIED_REQUESTS else 0
+            tried, beside = beside[:count], beside[count:]
+            self._goes_through = not tried or self._is_faster_through(tried)
+            if self._goes_through:
                 beside, here = [], [*here, *beside]
         reads = [*map(partial, repeat(around), beside)]
         cached = [*map(partial, repeat(self._read_and_deliver), here)]
@@ -229,8 +232,7 @@ class Reader:
             begun = time.perf_counter()
             _run_all(reads, (), self._path.direct_readers if around else 1)
             seconds.append((time.perf_counter() - begun) / sum(one.nbytes for one in some))
-        self._goes_through = min(seconds[1:]) < 0.9 * seconds[0]
-        return self._goes_through
+        return min(seconds[1:]) < 0.9 * seconds[0]
 
     def for_others(self, some: Sequence[Ints]) -> Reader:
         """A reader of the same checkpoint, for runs that other ranks ask for."""

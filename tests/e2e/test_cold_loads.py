@@ -183,6 +183,19 @@ def test_the_first_cold_requests_show_the_faster_way(
         assert len({thread for _, _, thread in store.reads[len(tried) :]}) == 1
 
 
+def test_a_cold_load_that_is_too_short_for_a_trial_goes_through_the_cache(tmp_path: Path) -> None:
+    count, nbytes = 8 * TRIED_REQUESTS - 1, 4096
+    state = {f"t{i:02d}": torch.full((nbytes // 4,), i + 1.0) for i in range(count)}
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    Job(1, lambda rank: store).save(lambda rank: state, step=1)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    path = replace(AUTO, request_nbytes_max=nbytes, through_share_max=0.5, cached_readers=4)
+    Job(1, lambda rank: store).load(lambda rank: loaded, options=LoadOptions(path=path))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    assert [direct for _, direct, _ in store.reads] == [False] * count
+    assert len({thread for _, _, thread in store.reads}) == 1  # in a row
+
+
 @pytest.mark.parametrize("cold", [3, 1, TENSORS - 1])
 def test_what_memory_lacks_of_a_file_is_put_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: int
@@ -289,22 +302,33 @@ def test_memory_is_read_by_threads_that_have_cores(
     assert path.cached_readers == readers
 
 
-@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
-def test_a_load_with_io(tmp_path: Path, io: Any) -> None:
+@pytest.mark.parametrize(
+    ("io", "left", "is_direct"),
+    [
+        ("auto", 0, True),
+        ("auto", 8 * 16 * MIB - 1, True),
+        ("auto", 8 * 16 * MIB, False),
+        ("buffered", 0, False),
+        ("direct", 1 << 40, True),
+    ],
+)
+def test_a_load_with_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io: Any, left: int, is_direct: bool
+) -> None:
     """16 MiB that the save has written around the cache are not in it after the load, unless it
-    went through it."""
-    state = {"t": torch.arange(16 * MIB // 4)}
+    went through it: where memory is left for eight of them, too short for a trial of both ways."""
+    monkeypatch.setattr(reader, "memory_left", lambda: left)
+    state = {"t": torch.arange(16 * MIB // 8)}
     ckpt.save(state, tmp_path, step=1, io="direct")
     (data,) = tmp_path.rglob("*.safetensors")
     if _cached(data) > MIB:
         pytest.skip("this filesystem keeps its files in memory")
-    loaded = {"t": torch.zeros(16 * MIB // 4, dtype=torch.int64)}
+    loaded = {"t": torch.zeros(16 * MIB // 8, dtype=torch.int64)}
     report = ckpt.load(loaded, tmp_path, io=io)
     assert torch.equal(loaded["t"], state["t"])
-    expected = 0 if io == "buffered" else state["t"].nbytes
-    assert report.counters["direct_bytes"] == expected
+    assert report.counters["direct_bytes"] == (state["t"].nbytes if is_direct else 0)
     # The end of the file, with its checksums, may be in memory.
-    assert (_cached(data) < MIB) == (io != "buffered")
+    assert (_cached(data) < MIB) == is_direct
     with pytest.raises(ValueError, match="io='fast'"):
         ckpt.load(loaded, tmp_path, io="fast")  # type: ignore[arg-type]
 
@@ -324,6 +348,7 @@ def test_a_load_finds_what_was_just_saved_in_memory(
 ) -> None:
     """Where memory is left for eight saves; nothing is written into the cache where it is short."""
     monkeypatch.setattr(image, "memory_left", lambda: left)
+    monkeypatch.setattr(reader, "memory_left", lambda: 0)
     state = {"t": torch.arange(16 * MIB // 8)}
     ckpt.save(state, tmp_path, step=1, io=io)
     (data,) = tmp_path.rglob("*.safetensors")

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -541,12 +541,12 @@ def transfer(
 
 def catalog_of(manifest: Manifest) -> Catalog:
     """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
-    # Of many thousand tensors few differ in more than their names.
     header = manifest.header
-    alike = list(zip(manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True))
-    entries = {one: TensorEntry(torch_dtype(one[0]), one[1], Kind.of(one[2])) for one in set(alike)}
+    # Of many thousand tensors few differ in more than their names.
+    entry = cache(lambda name, shape, kind: TensorEntry(torch_dtype(name), shape, Kind.of(kind)))
+    entries = map(entry, manifest.dtypes, manifest.shapes, manifest.kinds.tolist())
     return Catalog(
-        tensors=dict(zip(manifest.fqns, map(entries.__getitem__, alike), strict=True)),
+        tensors=dict(zip(manifest.fqns, entries, strict=True)),
         values=decode_values(manifest.values),
         aliases=dict(manifest.aliases),
         per_rank=[decode_values(values) for values in manifest.per_rank],

@@ -19,19 +19,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
+from ckpt.world.base import Message
 from ckpt.world.heart import Heart
 from ckpt.world.job import Process
 from ckpt.world.link import NOBODY, Frame, FrameKind, Link, Neighbour
 from ckpt.world.liveness import Card, hosts_of
 from ckpt.world.place import Place, listening
 from ckpt.world.rounds import Deadlines, Rounds, _Wait
-from ckpt.world.torch_world import TorchWorld
+from ckpt.world.torch_world import TorchWorld, _GlooTransfers
 from ckpt.world.tree import CHILDREN_MAX, family
 from tests.versions import TORCH
 
@@ -621,3 +622,15 @@ def test_the_tree_is_flat_and_in_rank_order() -> None:
             while parent is not None:
                 parent, depth = family(parent, size).parent, depth + 1
             assert depth <= math.ceil(math.log(size, CHILDREN_MAX)) + (size > 1)
+
+
+def test_who_has_nothing_to_move_starts_no_thread() -> None:
+    """Of a move's end in a load: most ranks pass nothing on."""
+    waited: list[tuple[Any, ...]] = []
+    wires = _GlooTransfers(
+        SimpleNamespace(recv=None, send=None), cast(Any, None), "x", lambda *how: waited.append(how)
+    )
+    empty = Message(1, 2, memoryview(b""))
+    wires.move([], [])
+    wires.move([empty], [empty])
+    assert waited == []

@@ -178,6 +178,12 @@ def _signals_end_with_their_test() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _small_states_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of tests are small, and ranks that are threads pass their blocks on all the same."""
+    monkeypatch.setattr("ckpt.loading.exchange.AGAIN_NBYTES_MAX", 0)
+
+
 @pytest.fixture
 def seed(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> int:
     """A number that differs from test to test and repeats from run to run."""

@@ -40,6 +40,7 @@ from ckpt.loading.reader import Reader
 from ckpt.world.base import Message, Transfers, World
 
 MIB = 1 << 20
+AGAIN_NBYTES_MAX = 4 * MIB  # of a job: reading them takes less time than connecting its ranks
 
 _FINE, _FAILED = b"\x01", b"\x00"
 
@@ -112,12 +113,18 @@ class ShareLimits(NamedTuple):
 
 class Weight(NamedTuple):
     """Bytes that a rank counts so that the sums over all ranks count every byte once: of all that
-    is needed, of what reading short runs repeatedly adds, and of long runs that are shared.
+    is needed, of what reading short runs repeatedly adds, of long runs that are shared, and of what
+    reading all of them repeatedly adds.
     """
 
     unique: int
     repeated: int
     long: int
+    again: int = 0
+
+    def is_tiny(self) -> bool:
+        """Of the sums: whether ranks that share nothing read hardly more."""
+        return self.again <= AGAIN_NBYTES_MAX
 
     def is_little(self, limits: ShareLimits) -> bool:
         """Of the sums: whether reading short runs repeatedly is next to nothing."""
@@ -129,7 +136,7 @@ def weigh(needs: Ints, groups: Sequence[Group], rank: int | None, limits: ShareL
     of a group. With None the sums themselves, of what all ranks need and all groups.
     """
     unique = length(needs) - sum(length(group.runs) for group in groups)
-    repeated = long = 0
+    repeated = long = again = 0
     for group in groups:
         if rank is None or group.ranks[0] == rank:
             nbytes = group.runs[:, 1] - group.runs[:, 0]
@@ -137,7 +144,8 @@ def weigh(needs: Ints, groups: Sequence[Group], rank: int | None, limits: ShareL
             unique += int(nbytes.sum())
             long += int(nbytes.sum()) - short
             repeated += short * (len(group.ranks) - 1)
-    return Weight(unique, repeated, long)
+            again += int(nbytes.sum()) * (len(group.ranks) - 1)
+    return Weight(unique, repeated, long, again)
 
 
 def share(

@@ -496,7 +496,9 @@ def compared(
     mine = counts, list(binding.unmatched)
     groups, sums = matched(reader, mine, world, options.sharing, ranks)
     # Decided by sums that all ranks have, so that all divide alike.
-    if sums.weight.is_little(options.sharing):
+    if sums.weight.is_tiny():
+        groups, sums = [], sums._replace(weight=Weight(sums.weight.unique, 0, 0))
+    elif sums.weight.is_little(options.sharing):
         groups = long_only(groups, options.sharing)
     if sums.unmatched:
         world.agree("compare", Mismatch(sums.unmatched, where))

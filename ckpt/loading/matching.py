@@ -267,7 +267,7 @@ def matched(
             groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
         own[0] = [*mine[0], *weigh(needs, groups, world.rank, limits)]
         answer = decided_json(world, "needs", "sums of needs", own, summed)
-        (*numbers, unique, repeated, long), unmatched, name = answer
-        weight = Weight(unique, repeated, long)
+        numbers, unmatched, name = answer
+        numbers, weight = numbers[:-4], Weight(*numbers[-4:])
     tally, (away, left_by, averaged) = Tally(*numbers[:4]), numbers[4:]
     return groups, LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))

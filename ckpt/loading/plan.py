@@ -174,8 +174,7 @@ class ReadPath:
     needs less than `direct_nbytes_min` reads all of it through the page cache. One that needs at
     most `through_share_max` of the memory that is left does so where it makes few requests, tries
     both ways with more and takes the faster, and puts what is missing into the page cache where
-    most is there. What is in memory is copied and
-    checked by `cached_readers` threads.
+    most is there. What is in memory is copied and checked by `cached_readers` threads.
     """
 
     request_nbytes_max: int = 8 * MIB

@@ -200,7 +200,10 @@ def plan_of_ranks(
     everybodys = all_together(needs)
     groups = [everybodys.shared_in(one).groups() for one in needs]
     shared = everybodys.shared_in(everybodys).groups()
-    if weigh(everybodys.runs, shared, None, limits).is_little(limits):
+    weight = weigh(everybodys.runs, shared, None, limits)
+    if weight.is_tiny():
+        groups = [[] for _ in groups]
+    elif weight.is_little(limits):
         groups = [long_only(one, limits) for one in groups]
     plans = []
     for rank in budget.timed(range(count), "a plan"):

@@ -231,6 +231,24 @@ def test_what_a_rank_sends_grows_with_the_logarithm_of_the_world(
     assert rounds[False] == {few + 2 for few in rounds[True]}
 
 
+@pytest.mark.parametrize(("more", "is_shared"), [(0, False), (1, True)])
+def test_ranks_share_nothing_where_that_reads_little_more(
+    monkeypatch: pytest.MonkeyPatch, more: int, is_shared: bool
+) -> None:
+    """Of three ranks, two read all of it again."""
+    monkeypatch.setattr("ckpt.loading.exchange.AGAIN_NBYTES_MAX", 4 * MIB)
+    costs, full = Costs(monkeypatch), torch.arange(2.0 * MIB // 4 + more)
+    store = _counting(f"little-{more}")
+    Job(1, lambda rank: store).save(lambda rank: {"t": {"tensor": full}}, step=1)
+    states = [{"t": {"tensor": torch.zeros_like(full)}} for _ in range(3)]
+    costs.clear()
+    reports = Job(3, lambda rank: store).load(states.__getitem__)
+    assert all(torch.equal(state["t"]["tensor"], full) for state in states)
+    assert costs.most("rounds") == (9 if is_shared else 7)
+    read = sum(report.nbytes_read for report in reports)
+    assert read == full.nbytes * (1 if is_shared else 3)
+
+
 @pytest.mark.parametrize("budget", [0, 3 * MIB, 64 * MIB])
 def test_replicas_are_read_once_and_passed_on_within_any_window(
     request: pytest.FixtureRequest, budget: int, monkeypatch: pytest.MonkeyPatch

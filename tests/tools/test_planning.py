@@ -92,16 +92,21 @@ def test_plan_of_one_rank_is_what_its_load_does(root: str) -> None:
     assert planned(root, ranks=1).ranks[0] == rank
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_plan_of_replicas_is_what_their_loads_do(root: str, ranks: int) -> None:
-    """Every rank wants everything: each byte is read by one of them and received by the others."""
+@pytest.mark.parametrize(("ranks", "again", "times"), [(2, 0, 1.02), (3, 0, 1.02), (2, 1 << 22, 2)])
+def test_plan_of_replicas_is_what_their_loads_do(
+    root: str, monkeypatch: pytest.MonkeyPatch, ranks: int, again: int, times: float
+) -> None:
+    """Every rank wants everything: each byte is read by one of them and received by the others, or
+    by all where that is little.
+    """
+    monkeypatch.setattr("ckpt.loading.exchange.AGAIN_NBYTES_MAX", again)
     store = CountingStore(open_store(root))
     done = run_threads(ranks, lambda world: loaded(world, store, small_state()))
     plan = planned(root, ranks=ranks, layout="replicated")
     assert [rank.nbytes_read for rank in plan.ranks] == done
     assert sum(rank.requests for rank in plan.ranks) == store.stats.requests["get_into"]
     assert all(r.nbytes_read + r.nbytes_received >= plan.nbytes_stored for r in plan.ranks)
-    assert plan.nbytes_read < 1.02 * plan.nbytes_stored
+    assert plan.nbytes_read <= times * plan.nbytes_stored
 
 
 def test_shards_read_their_part_and_no_more(root: str) -> None:

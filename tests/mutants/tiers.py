@@ -87,8 +87,8 @@ NEAR = (
     Mutant(
         "ranks of a host do not pass on to each other what it lacks",
         _RECOVERY,
-        "hosts.ranks_of(own_host), owners",
-        "[world.rank], owners",
+        "Origins(ranks_here, owners)",
+        "Origins([world.rank], owners)",
         test="tests/near/test_bytes_received.py::test_a_host_receives_what_it_lacks",
     ),
     Mutant(

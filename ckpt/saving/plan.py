@@ -88,8 +88,7 @@ class Fingerprint:
             # the state be described, which refuses that tensor by name.
             marks.append(object())
         # What a composite consists of, and what else it says, changes without another object.
-        others += unlike
-        if any([one.is_quantized or type_of(one) is not None for one in others]):
+        if any([one.is_quantized or type_of(one) is not None for one in (*others, *unlike)]):
             marks.append(object())
         marks += [tensor.requires_grad for tensor in self.tensors]
 

@@ -496,7 +496,7 @@ def compared(
     mine = counts, list(binding.unmatched)
     groups, sums = matched(reader, mine, world, options.sharing, ranks)
     # Decided by sums that all ranks have, so that all divide alike.
-    if sums.weight.is_tiny():
+    if sums.weight.is_tiny() and not sums.away:
         groups, sums = [], sums._replace(weight=Weight(sums.weight.unique, 0, 0))
     elif sums.weight.is_little(options.sharing):
         groups = long_only(groups, options.sharing)

@@ -201,9 +201,10 @@ class Reader:
             beside, here = [], requests
         elif beside and self._has_room():
             # Of a short load there is nothing to try, and through the cache it is seldom slower.
-            count = 3 * TRIED_REQUESTS if len(beside) >= 8 * TRIED_REQUESTS else 0
-            tried, beside = beside[:count], beside[count:]
-            self._goes_through = not tried or self._is_faster_through(tried)
+            self._goes_through = self._nbytes < 8 * TRIED_REQUESTS * self._path.request_nbytes_max
+            if not self._goes_through and len(beside) >= 8 * TRIED_REQUESTS:
+                tried, beside = beside[: 3 * TRIED_REQUESTS], beside[3 * TRIED_REQUESTS :]
+                self._goes_through = self._is_faster_through(tried)
             if self._goes_through:
                 beside, here = [], [*here, *beside]
         reads = [*map(partial, repeat(around), beside)]

@@ -240,7 +240,7 @@ def plan_files(
         parts = [list[list[int]]() for _ in range(count)]
         small_in = -1  # the part whose last range is of small sources
         for source, chunk in enumerate(file.chunks, first):
-            low = 0
+            low, small_in = 0, small_in if chunk.nbytes else -1
             while low < chunk.nbytes:
                 part, offset = divmod(position, part_nbytes)
                 high = min(chunk.nbytes, low + part_nbytes - offset)

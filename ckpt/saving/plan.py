@@ -66,8 +66,10 @@ class Fingerprint:
     def mark_memory(self) -> None:
         """Note where and how the memory of all tensors lies. Called once, at the end."""
         memories, marks, others = self.tensors, self.marks, list[torch.Tensor]()
+        plain = memories
         if not PLAIN_CLASSES.issuperset(map(type, memories)):
             memories = [memory_of(tensor) for tensor in memories]
+            plain = [one for one in memories if type(one) in PLAIN_CLASSES]
             others = [one for one in memories if type(one) not in PLAIN_CLASSES]
         # With another dtype or view, the same bits in the same place are other numbers.
         dtypes = [one.dtype for one in memories]
@@ -77,12 +79,13 @@ class Fingerprint:
             # By columns: a tuple for each of thousands of tensors takes half as long again.
             marks += map(torch.Tensor.data_ptr, memories)
             marks += [one.shape for one in memories]
-            if not all(map(torch.Tensor.is_contiguous, memories)):
+            # Other classes answer these questions themselves, and need not know all of them.
+            if others or not all(map(torch.Tensor.is_contiguous, plain)):
                 marks += [one.stride() for one in memories]
-            if any(map(torch.Tensor.is_neg, memories)):
-                marks += map(torch.Tensor.is_neg, memories)
-            if any(map(torch.Tensor.is_complex, unlike)):
-                marks += map(torch.Tensor.is_conj, memories)
+            if any(map(torch.Tensor.is_neg, plain)):
+                marks += map(torch.Tensor.is_neg, plain)
+            if any(one.dtype.is_complex for one in unlike):
+                marks += map(torch.Tensor.is_conj, plain)
         except (RuntimeError, ValueError):
             # A sparse, nested or lazy tensor has no one memory. A mark that equals no other lets
             # the state be described, which refuses that tensor by name.

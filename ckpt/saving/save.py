@@ -534,7 +534,8 @@ def write_sources(
     def write(files: list[DataFile]) -> list[FileColumns]:
         starts = tuple([len(file.header) for file in files])
         least = task.store.part_nbytes_min
-        key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
+        share = path.cached_share_max
+        key = ("parts", path.part_nbytes, path.file_nbytes_max, share, least, starts)
         plans = memo.once(key, lambda: plan_files(entries, starts, path, least))
         prefix = step_prefix(header.step, header.attempt)
         return write_files(task.store, prefix, sources, files=files, path=path, plans=plans)

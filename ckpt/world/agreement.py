@@ -30,6 +30,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
     )
 }
 _AGAIN = errors.NamesChanged.__name__
+_FIRST = errors.Mismatch.__name__
 
 
 def encode_error(error: BaseException | None) -> bytes:
@@ -65,6 +66,10 @@ def error_of_failures(phase: str, failures: bytes, size: int) -> CheckpointError
     # Ranks that would only have begun again must not hide why another one cannot.
     failed = {r: b for r, b in failed.items() if b["shared"] != _AGAIN} or failed
     shared = {body["shared"] for body in failed.values()}
+    # A state that does not fit would not load anyway, whatever else is wrong.
+    if "" not in shared and _FIRST in shared:
+        failed = {r: b for r, b in failed.items() if b["shared"] == _FIRST}
+        shared = {_FIRST}
     cls = _SHARED_CLASSES.get(shared.pop()) if len(shared) == 1 else None
     if cls is None:
         return _rank_failed(phase, failed)

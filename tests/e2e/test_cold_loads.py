@@ -23,6 +23,7 @@ from ckpt import api
 from ckpt.api import read_path
 from ckpt.errors import LoadInterrupted
 from ckpt.loading import reader
+from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.loading.reader import TRIED_REQUESTS
@@ -194,6 +195,25 @@ def test_a_cold_load_that_is_too_short_for_a_trial_goes_through_the_cache(tmp_pa
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     assert [direct for _, direct, _ in store.reads] == [False] * count
     assert len({thread for _, _, thread in store.reads}) == 1  # in a row
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_little_of_its_own_does_not_decide_how_a_rank_reads_what_is_shared(
+    tmp_path: Path, own: int
+) -> None:
+    """Two ranks share the rest of what would be enough for a trial."""
+    count, nbytes = 24 * TRIED_REQUESTS, 4096
+    full = {f"t{i:02d}": torch.full((nbytes // 4,), i + 1.0) for i in range(count)}
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    Job(1, lambda rank: store).save(lambda rank: full, step=1)
+    wanted = [[name for i, name in enumerate(full) if i >= 2 * own or i == r] for r in range(2)]
+    states = [{name: torch.zeros_like(full[name]) for name in names} for names in wanted]
+    path = replace(AUTO, request_nbytes_max=nbytes, through_share_max=0.5)
+    options = LoadOptions(path=path, sharing=ShareLimits(nbytes, nbytes, repeated_nbytes_max=0))
+    Job(2, lambda rank: store).load(states.__getitem__, options=options)
+    for state in states:
+        assert all(torch.equal(tensor, full[name]) for name, tensor in state.items())
+    assert len(store.reads) == count and all(direct for _, direct, _ in store.reads)
 
 
 @pytest.mark.parametrize("cold", [3, 1, TENSORS - 1])

@@ -77,6 +77,32 @@ def test_marks_say_what_the_bits_in_memory_stand_for() -> None:
         assert _marks(tensor) == before
 
 
+class Wrapper(torch.Tensor):
+    """Answers what its sizes and strides are, and nothing else."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, held.shape, dtype=held.dtype, dispatch_sizes_strides_policy="sizes"
+        )
+        made.held = held
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.removeprefix("sym_")
+        assert name in ("size", "stride", "dim", "numel"), name
+        return getattr(args[0].held, name)()
+
+
+def test_marks_ask_a_class_of_tensors_only_what_it_answers() -> None:
+    held = torch.zeros(2, 3)
+    before = _marks(torch.zeros(2), Wrapper(held))
+    assert before != _marks(torch.zeros(2), Wrapper(held.t()))
+
+
 def test_memory_that_is_not_one_is_never_the_same() -> None:
     tensor = torch.eye(2).to_sparse()
     marks = _marks(tensor)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import pytest
 
 import ckpt.world.tree
-from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
+from ckpt.errors import Corrupt, Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
 from ckpt.world.base import SoloWorld, World, decided, from_coordinator, shared
 from tests.thread_ranks import RankKilled, RanksFailed, run_ranks
 
@@ -105,6 +105,18 @@ def test_common_class_is_kept_and_problems_name_their_ranks() -> None:
     for error in errors.values():
         assert isinstance(error, Mismatch)
         assert error.problems == ("ranks 0, 2: w: shape", "rank 2: b: missing")
+
+
+@pytest.mark.parametrize("other", [Corrupt("MANIFEST"), InvalidState(["w: lazy"])])
+def test_a_state_that_does_not_fit_comes_before_other_errors(other: Exception) -> None:
+    """Rank 0 binds its state, rank 2 has planned: both in one phase."""
+    for first, last in ((Mismatch(["w: shape"]), other), (other, Mismatch(["w: shape"]))):
+        errors = failing({0: first, 2: last})
+        rank = 0 if isinstance(first, Mismatch) else 2
+        assert {str(one) for one in errors.values()} == {str(Mismatch([f"rank {rank}: w: shape"]))}
+        assert {type(one) for one in errors.values()} == {Mismatch}
+    errors = failing({0: Mismatch(["w: shape"]), 2: OSError("disk full")})
+    assert {type(one) for one in errors.values()} == {RankFailed}
 
 
 def test_problem_of_all_ranks_names_none() -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 import ckpt
 from ckpt.cli import main
 from ckpt.errors import Mismatch
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, share_all
 from tests.versions import cut_here
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -132,6 +132,7 @@ def test_weights_load_as_the_writers_reader_has_them(case: str) -> None:
 
 
 def _reshard_weights(case: str) -> int:
+    share_all()
     state, report = weights_of(case, sharded=True)
     expect_weights(case, state)
     dist.barrier()
@@ -148,6 +149,7 @@ def test_weights_load_in_columns_on_three_ranks(case: str) -> None:
 
 
 def _reshard(case: str) -> int:
+    share_all()
     net, optimizer, report = loaded(case, sharded=True)
     expect(case, net, optimizer)
     dist.barrier()

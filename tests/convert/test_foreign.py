@@ -37,7 +37,7 @@ from ckpt.cli import main
 from ckpt.convert.foreign import deduced
 from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint
 from storage.errors import InvalidUrlError
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, share_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 NAMES = ("a.w", "a.b", "c.w")
@@ -172,6 +172,7 @@ def test_an_optimizer_without_state_goes_on(tmp_path: Path) -> None:
 
 
 def _loads(url: str, folder: str) -> tuple[int, float]:
+    share_all()
     torch.manual_seed(1)
     big = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
     for layer in (*big, big):

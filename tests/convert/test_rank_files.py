@@ -30,7 +30,7 @@ from ckpt.convert.sources.torch_pickle import UnreadableTensor
 from ckpt.convert.sources.tree import Leaf, TreeData, with_members
 from ckpt.errors import Corrupt, Mismatch, UnsupportedFormat
 from ckpt.layout.region import Span
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, share_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -95,6 +95,7 @@ def fresh(mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _load_sharded(folder: str) -> int:
+    share_all()
     model, optimizer = fresh(init_device_mesh("cpu", (dist.get_world_size(),)))
     report = ckpt.load({"model": model, "optimizer": optimizer}, folder)
     expect(model, optimizer, Path(folder))

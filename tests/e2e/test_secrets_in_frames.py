@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,7 @@ from ckpt.process import this_process
 from ckpt.tools.polling import RunPoller
 from storage import StorageError, open_store
 from storage.hidden import hides_secrets, without_secrets
+from storage.retry import RetryPolicy
 from tests.e2e.test_encoded_roots import shown_by
 
 pytest.importorskip("cryptography", reason="the extra 'encode' is not installed")
@@ -191,7 +193,8 @@ def test_the_token_of_those_who_serve_is_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SHARDPOINT_TOKEN", WORD)
-    monkeypatch.setattr("storage.peers.relay.PARENT_SECONDS", 0.2)
+    policy = partial(RetryPolicy, deadline_seconds=0.2)  # the only parent is asked for two minutes
+    monkeypatch.setattr("storage.peers.relay.RetryPolicy", lambda: policy())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StorageError, match="already in use") as caught:

@@ -243,7 +243,8 @@ def measure_steps(blocks: int, replicas: int, directory: str, memory: str) -> No
     warnings.filterwarnings("ignore")
     if replicas:  # a core for each host: what one does takes nothing from the other
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
+        for thread in map(int, os.listdir("/proc/self/task")):  # gloo's too
+            os.sched_setaffinity(thread, {cores[dist.get_rank() % len(cores)]})
     training = Demo()
     samples: dict[str, list[Sample]] = {"near": [], "none": []}
     saved: list[NearSaved] = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
@@ -36,6 +37,7 @@ from storage.location import fixed, is_borrowed_from, url_of
 from storage.url import with_its_options
 
 _SessionKey = tuple[str, str, bool]
+GroupRef: TypeAlias = "weakref.ref[dist.ProcessGroup]"
 EndWorld = Callable[[RankFailed], None]
 K = TypeVar("K")
 V = TypeVar("V")
@@ -57,11 +59,13 @@ class OpenRoot(NamedTuple):
 class GroupContext:
     """What this process remembers of one process group: its world, and the roots opened there.
 
-    `everyone` is torch's group of all ranks at that time: another one is another job.
+    `everyone` is torch's group of all ranks at that time: another one is another job. Groups are
+    held weakly: torch ends a group's threads when nobody holds it, and one that lets go of a tensor
+    while the interpreter is taken down would abort the process.
     """
 
-    group: dist.ProcessGroup | None
-    everyone: dist.ProcessGroup | None
+    group: GroupRef | None
+    everyone: GroupRef | None
     world: World
     registry: SessionRegistry
     background: Background
@@ -73,7 +77,7 @@ class GroupContext:
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` consists of the ranks of this world, in the same job of torch."""
-        if group is None or self.everyone is not dist.group.WORLD:
+        if group is None or self.everyone != _everyone():
             return False
         return self.world.global_ranks == tuple(dist.get_process_group_ranks(group))
 
@@ -182,9 +186,10 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
     return url_of(fixed(url)), options
 
 
-def _everyone() -> dist.ProcessGroup | None:
+def _everyone() -> GroupRef | None:
     """torch's group of all ranks, None where there is none."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if everyone is None else weakref.ref(everyone)
 
 
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
@@ -312,13 +317,14 @@ class ProcessMemory:
         self.registry = SessionRegistry()
         self._contexts: list[GroupContext] = []
         self._lock = threading.Lock()
-        self._inherited: object = None
+        self._inherited: GroupRef | None = None
 
     def forked(self) -> None:
         """Called in a forked child, which starts with nothing: sessions, worlds and saves under way
         are its parent's. Locks are new, because threads that do not exist here may hold the old.
         """
-        keep_for_ever(dict(vars(self)))
+        groups = [one.group and one.group() for one in self._contexts]
+        keep_for_ever((dict(vars(self)), groups, dist.group.WORLD if _everyone() else None))
         self.__init__()  # type: ignore[misc]
         self._inherited = _everyone()
 
@@ -354,31 +360,32 @@ class ProcessMemory:
                 f"process_group={group!r}; expected a group, as dist.new_group() returns to its "
                 "members (-100 to others, which do not make this call), or None for all ranks"
             )
-        if (everyone := _everyone()) is not None:
+        if _everyone() is not None:
             # A child that has called `destroy_process_group` and joined a job of its own may.
-            if everyone is self._inherited:
+            if _everyone() == self._inherited:
                 raise Forked(
                     "this process was forked from a rank of torch.distributed and is not a member "
                     "of its process group, so it cannot save or load in it: do that in the rank "
                     "itself, call destroy_process_group() here first, or spawn the process"
                 )
-            group = everyone if group is None else group
+            group = group or dist.group.WORLD
         with self._lock:
             return self._known(group) or self._new_context(group, lambda: current_world(group))
 
     def known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         """The context of `group` if there is one. Not collective."""
         with self._lock:
-            return self._known(_everyone() if group is None else group)
+            return self._known(group or (dist.group.WORLD if _everyone() else None))
 
     def _known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
+        known = None if group is None else weakref.ref(group)
         for context in self._contexts:
-            if context.group is group and (group is not None or context.everyone is None):
+            if context.group == known and (group is not None or context.everyone is None):
                 return context
         # Of the same ranks, created by `of_members` before there was a group of them.
         for context in self._contexts:
             if context.group is None and context.is_of(group):
-                context.group = group
+                context.group = known
                 return context
         return None
 
@@ -390,7 +397,7 @@ class ProcessMemory:
             return self.of_group(everyone)
         with self._lock:
             for context in self._contexts:
-                if context.everyone is everyone and context.world.global_ranks == members:
+                if context.everyone == _everyone() and context.world.global_ranks == members:
                     return context
             return self._new_context(None, lambda: TorchWorld(members=members))
 
@@ -427,7 +434,8 @@ class ProcessMemory:
         self._contexts = self._of_this_job()  # first: then their port is free for the new world
         world = make()
         everyone = everyone if group is not None or world.size > 1 else None
-        context = GroupContext(group, everyone, world, self.registry, Background(world))
+        known = None if group is None else weakref.ref(group)
+        context = GroupContext(known, everyone, world, self.registry, Background(world))
         self._contexts.append(context)
         return context
 

@@ -230,20 +230,20 @@ class Heart:
             except Exception as error:
                 logger.debug("a request made during a failure has failed itself: %s", error)
 
-        thread = threading.Thread(target=attempt, name="ckpt-aside", daemon=True)
         try:
-            thread.start()
+            thread = Heart.begin(attempt)
         except RuntimeError:  # Python 3.12.0 to 3.12.2 start none once the main one has ended
             return None
         thread.join(seconds)
         return results[0] if results else None
 
     @staticmethod
-    def begin(run: Callable[[], object]) -> None:
+    def begin(run: Callable[[], object]) -> threading.Thread:
         """`run()` in a thread of its own, for which only an exit waits; it raises nothing."""
         thread = threading.Thread(target=run, name="ckpt-aside", daemon=True)
         thread.start()
         _asides.add(thread)
+        return thread
 
     def stop(self, if_unused: bool = False) -> None:
         """Take leave of all, after what is still to be sent. Repeated, it waits for the end.
@@ -259,9 +259,9 @@ class Heart:
             for neighbour in list(self._links) if is_first else ():
                 self.send(neighbour, bye)
         if is_first:
-            atexit.unregister(self.stop)
             self._later(self._end_all)
         self._thread.join(timeout=2 * FLUSH_SECONDS)
+        atexit.unregister(self.stop)  # not before: an exit meanwhile waits here, too
         self.drop()
 
     def drop(self) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -488,6 +489,23 @@ def test_a_rank_that_waits_for_its_storage_is_waited_for() -> None:
     """Also by a rank that waits for the coordinator, which waits for that one."""
     assert run_ranks(3, _waits_for_storage, True) == [[b"x"] * 3] * 3
     assert all(heard[0] == 1 for heard in run_ranks(2, _waits_for_storage, False))
+
+
+def _leaves_groups_to_torch(scratch: str) -> list[bool]:
+    """Whether torch frees its groups when this process leaves the job, as without this library."""
+    url = f"{scratch}/root"
+    part = dist.new_group([0, 1])
+    ckpt.save({"x": 1}, url, step=1)
+    ckpt.save({"x": 2}, url, step=2, process_group=part)
+    groups = [weakref.ref(part), weakref.ref(dist.group.WORLD)]
+    del part
+    dist.destroy_process_group()
+    return [group() is None for group in groups]
+
+
+def test_torch_ends_the_threads_of_its_groups(tmp_path: Path) -> None:
+    """A thread that lets go of a tensor while the interpreter is taken down aborts the process."""
+    assert run_ranks(2, _leaves_groups_to_torch, str(tmp_path)) == [[True, True]] * 2
 
 
 def _joins_job_after_job(scratch: str) -> list[int]:

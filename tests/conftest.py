@@ -11,6 +11,8 @@ import os
 
 # Before torch and numpy start their pools: tests run several ranks on few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch asks for the name of each address that it connects to: a lost answer took five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import random
 import secrets

@@ -242,7 +242,10 @@ def open_root(
     Raises like `save`.
     """
     context, call = this_process.of_group(process_group), "an import" if beside else "Checkpointer"
-    return context.open_root(url, storage_options, unsafe_single_writer, call, beside=beside)
+    known = None if beside else context.known_root(url, storage_options, unsafe_single_writer)
+    return known or context.open_root(
+        url, storage_options, unsafe_single_writer, call, beside=beside
+    )
 
 
 def claimed(

@@ -21,7 +21,6 @@ from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest, unlimited
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.parity import Parity, Rebuild, RebuiltStore, decode_parity, rebuilds_of
@@ -87,8 +86,7 @@ class NearCandidate(TierRestorable):
         if self.problem:
             return self.problem
         try:
-            with gc_paused():
-                return load_near(state, self, options)
+            return load_near(state, self, options)
         except (InvalidState, Mismatch):
             raise  # the state is another one, as it is to older checkpoints
         except CheckpointError as error:
@@ -112,11 +110,10 @@ def near_candidates(
     def look() -> list[Any]:
         if not is_first:
             return [None, []]
-        for record in tier.records():
-            # Of an older epoch: that session is fenced, and this one has not adopted its states.
-            if record.head.epoch == epoch:
-                encoded = encode_near_record(record)
-                own[hashlib.sha256(encoded).hexdigest()] = encoded
+        # Of an older epoch: that session is fenced, and this one has not adopted its states.
+        for record in tier.records(epoch):
+            encoded = encode_near_record(record)
+            own[hashlib.sha256(encoded).hexdigest()] = encoded
         return [_status(tier), sorted(own)]
 
     seen = shared(world, "near records", look)

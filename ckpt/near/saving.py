@@ -197,25 +197,21 @@ class NearSaves:
         world = self.session.world
         task = self._task(0)
         contents = flattened(state, task)
-
-        def plan() -> tuple[FilePlan, ...]:
-            if isinstance(contents, Exception):
-                raise contents
-            return planned_files(contents, task)
-
-        # What it raises is raised by all: `flattened` may differ in that between ranks.
-        files = collectively(world, "near plan", plan)
-        # Whole parts: a little more than the files have, and what mapped ones take.
-        nbytes = part_count(files) * files[0].part_nbytes
+        files: list[FilePlan] = []
 
         def facts() -> list[Any]:
+            # What it raises is raised by all: `flattened` may differ in that between ranks.
+            if isinstance(contents, Exception):
+                raise contents
+            files.extend(planned_files(contents, task))
+            # Whole parts: a little more than the files have, and what mapped ones take.
+            nbytes = part_count(files) * files[0].part_nbytes
             if self.hosts.is_first:
                 self.tier.sweep_unfinished()
-            own = [r for r in self.tier.records() if r.head.epoch == self.session.epoch]
+            own = self.tier.records(self.session.epoch)
             self._drop({restored, *(r.head.attempt for r in own)})
-            newest = max(own, key=lambda r: r.order, default=None)
             slot = 0 if self.session.session is None else self.session.session.state().slot
-            number, attempt = (newest.head.number, newest.head.attempt) if newest else (0, "")
+            number, attempt = (own[0].head.number, own[0].head.attempt) if own else (0, "")
             room, rack = sum(self.tier.room()), self._near.rack
             return [nbytes, room, number, attempt, slot, rack]
 
@@ -238,11 +234,11 @@ class NearSaves:
             self._copies = open_copies(world, self.hosts, copies, self._near)
         # What is encrypted is copied elsewhere first: no clear text may lie in the tier.
         in_place = self.tier.is_in_memory and self.tier.files is self.tier.store
-        if in_place and not isinstance(contents, Exception):
-            sources = contents.plan.sources
-            # Copies from a device need pinned memory, which that of a file is not.
-            if not devices_of(one.view for one in sources if not one.address):
-                self._stage_in_tier(files, GENERATIONS + fits_more, shares_stage)
+        assert not isinstance(contents, Exception), "the ranks have raised it"
+        sources = contents.plan.sources if in_place else ()
+        # Copies from a device need pinned memory, which that of a file is not.
+        if in_place and not devices_of(one.view for one in sources if not one.address):
+            self._stage_in_tier(files, GENERATIONS + fits_more, shares_stage)
 
     def _stage_in_tier(
         self, files: Sequence[FilePlan], generations_max: int, shares_stage: bool

@@ -78,6 +78,7 @@ class Tier:
         self.store: Store = LocalStore(os.path.join(self.path, root))
         self.host = self._host()
         self._durable = durable
+        self._known: dict[str, NearRecord] = {}  # that were read; a key never gets another one
         self.files = self.files_in(self.store)
         self.is_in_memory = is_in_memory(self.store.place)
 
@@ -122,20 +123,26 @@ class Tier:
 
     # records
 
-    def records(self) -> list[NearRecord]:
-        """The readable records of this root, newest first. Damaged ones are logged."""
-        keys = [info.key for info in self.store.list(RECORDS_PREFIX)]
-        known = [self._record(key) for key in keys if _RECORD.fullmatch(key)]
+    def records(self, epoch: int | None = None) -> list[NearRecord]:
+        """The readable records of this root, or those of an epoch, newest first. Damaged ones are
+        logged.
+        """
+        names = [_RECORD.fullmatch(info.key) for info in self.store.list(RECORDS_PREFIX)]
+        wanted = [name for name in names if name and epoch in (None, int(name[1]))]
+        known = [self._record(name[0]) for name in wanted]
         return sorted(filter(None, known), key=lambda record: record.order, reverse=True)
 
     def _record(self, key: str) -> NearRecord | None:
         """The record at a key; None where none counts. Raises where a store fails: what cannot be
         read now may be one to keep.
         """
+        if (known := self._known.get(key)) is not None:
+            return known
         where = f"{self.store.url}/{key}"
         try:
             record = decode_near_record(self.store.get_bounded(key, NEAR_NBYTES_MAX), where)
             if near_key(record) == key and record.head.root == self.root:
+                self._known[key] = record
                 return record
             logger.warning("a near record does not count: %s is that of another place", where)
         except KeyNotFoundError:
@@ -244,6 +251,7 @@ class Tier:
                 continue
             record = self._record(info.key) if kept else None
             if record is None or record.head.attempt not in kept:
+                self._known.pop(info.key, None)
                 self.store.delete(info.key)
 
     def sweep_unfinished(self) -> None:

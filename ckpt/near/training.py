@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt.service.policies import Observation, SavePolicy, are_multiples
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import FAILURES_MAX, RecordNumbers, TierSaves
 from ckpt.service.training import Training, saved_seconds
+from storage import Store
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,9 @@ class NearTraining(TierSaves):
 
     # restoring
 
-    def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
-        status, offered = near_candidates(self._hosts_of(root), epoch, self._near)
+    def candidates(self, store: Store, root: str, epoch: int) -> Sequence[NearCandidate]:
+        hosts = self._hosts_of(root, lambda: store)
+        status, offered = near_candidates(hosts, epoch, self._near)
         self.reached = None if status is None else (status.time_unix, status.step)
         return offered
 
@@ -147,7 +149,7 @@ class NearTraining(TierSaves):
         if self._saves is None:
             training = self._training
             session = training.target.ranked_session()
-            hosts = self._hosts_of(session.root)
+            hosts = self._hosts_of(session.root, training.target.store)
             saves = NearSaves(self._near, hosts, session, self._saving, self._numbers)
             try:
                 saves.open(
@@ -162,9 +164,10 @@ class NearTraining(TierSaves):
             self._saves = saves
         return self._saves
 
-    def _hosts_of(self, root: str) -> Hosts:
-        """The tier of this host, and who shares it. Collective."""
+    def _hosts_of(self, root: str, store: Callable[[], Store]) -> Hosts:
+        """The tier of this host for the root in a durable store, and who shares it. Collective."""
         if self._hosts is None or self._hosts.tier.root != root:
-            world, durable = self._training.world, self._training.target.store()
+            durable = store()
+            world = self._training.world
             self._hosts = Hosts.of(world, lambda: Tier(self._near.path, root, durable))
         return self._hosts

@@ -25,6 +25,7 @@ from ckpt.commit.appender import BACKGROUND_SECONDS
 from ckpt.commit.names import plain_int
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Failure, NoCheckpoint, RankFailed
+from ckpt.layout.memory import gc_paused
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
@@ -300,7 +301,7 @@ class Checkpointer:
         training = self._training
         began_seconds = training.now_seconds()
         training.world.begin_call("Checkpointer.restore")
-        with self._watcher.phase("restore"):
+        with self._watcher.phase("restore"), gc_paused():
             report = restore_latest(
                 training.state, training.target, training.world, tiers=self._near, **how
             )

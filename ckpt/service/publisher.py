@@ -466,7 +466,7 @@ class Publications(TierSaves):
         self.failures = (*self.failures, Failure(step, error))[-FAILURES_MAX:]
         logger.warning("the publication of step %d has failed: %s", step, error)
 
-    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
+    def candidates(self, store: Store, root: str, epoch: int) -> Sequence[TierRestorable]:
         return ()
 
     def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:

@@ -132,8 +132,8 @@ class Elsewhere(Protocol):
     @property
     def reached(self) -> tuple[float, int] | None: ...
 
-    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
-        """Those of an epoch of a root, newest first; sets `reached`. Collective."""
+    def candidates(self, store: Store, root: str, epoch: int) -> Sequence[TierRestorable]:
+        """Those of an epoch of the root in `store`, newest first; sets `reached`. Collective."""
 
     def restored(self, candidate: Restorable) -> None:
         """The training continues from this one, which may be one of the root. Collective."""
@@ -276,7 +276,7 @@ def _candidates(
         for step, attempt, slot, saved_unix in rows
     ]
     order: list[Restorable] = []
-    for candidate in tiers.candidates(root, epoch) if tiers is not None and root else ():
+    for candidate in tiers.candidates(store, root, epoch) if tiers is not None and root else ():
         while left and candidate.is_before(left[0].slot, left[0].step):
             order.append(left.pop(0))
         order.append(candidate)

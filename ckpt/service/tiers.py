@@ -25,6 +25,7 @@ from ckpt.saving.task import SaveReport
 from ckpt.service.policies import Never, SavePolicy
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.training import Training
+from storage import Store
 
 TIERS_MAX = 8
 FAILURES_MAX = 100
@@ -96,8 +97,8 @@ class TierSaves(ABC):
         """
 
     @abstractmethod
-    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
-        """Those of an epoch of a root, newest first; sets `reached`. Collective."""
+    def candidates(self, store: Store, root: str, epoch: int) -> Sequence[TierRestorable]:
+        """Those of an epoch of the root in `store`, newest first; sets `reached`. Collective."""
 
     @abstractmethod
     def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
@@ -212,9 +213,10 @@ class Tiers:
             left = math.inf if math.isinf(until) else max(0.0, until - time.monotonic())
             tier.collect(wait=wait, timeout_seconds=left)
 
-    def candidates(self, root: str, epoch: int) -> list[TierRestorable]:
+    def candidates(self, store: Store, root: str, epoch: int) -> list[TierRestorable]:
         """The near checkpoints of all tiers, newest first. Collective."""
-        offered = [(one, tier) for tier in self._tiers for one in tier.candidates(root, epoch)]
+        place = store, root, epoch
+        offered = [(one, tier) for tier in self._tiers for one in tier.candidates(*place)]
         offered.sort(key=lambda pair: pair[0].number, reverse=True)
         self._offered = []
         for _, same in groupby(offered, key=lambda pair: pair[0].step):

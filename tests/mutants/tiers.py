@@ -49,8 +49,8 @@ NEAR = (
     Mutant(
         "a near state of a fenced job is restored",
         _RECOVERY,
-        "if record.head.epoch == epoch:",
-        "if True:",
+        "in tier.records(epoch):",
+        "in tier.records():",
         test="tests/near/test_near_training.py::test_a_state_of_a_fenced_job_is_never_used",
     ),
     Mutant(

@@ -19,8 +19,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from ckpt.api import read_path
+from ckpt.api import forget, read_path
 from ckpt.errors import Fenced
 from ckpt.loading.plan import ReadPath
 from ckpt.near.memory import MappedStore, TierMemory
@@ -32,7 +33,7 @@ from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
 from ckpt.service.policies import EverySteps, Never
-from ckpt.world.base import SoloWorld, World
+from ckpt.world.base import SoloWorld, World, collectively
 from storage import NoSpaceError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
@@ -96,20 +97,53 @@ def test_a_restart_asks_other_ranks_for_each_fact_once(
     store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
     Life(2, store, hosts).run(2)
     names: list[str] = []
-    each_round = ThreadWorld._round
+    each_round, get = ThreadWorld._round, LocalStore.get_bounded
+    read: list[str] = []
 
     def seen(world: ThreadWorld, op: Any, name: str, *rest: Any) -> Any:
         names.extend([name] if world.rank == 0 and "near" in name else [])
         return each_round(world, op, name, *rest)
 
+    def noted(store: LocalStore, key: str, nbytes_max: int) -> bytes:
+        read.extend([key] if key.startswith("records/") else [])
+        return get(store, key, nbytes_max)
+
     monkeypatch.setattr(ThreadWorld, "_round", seen)
+    monkeypatch.setattr(LocalStore, "get_bounded", noted)
     again = Life(2, store, hosts)
     again.run(0)
     assert origins(again) == {("near", 2)}
     both_ways = ["near tier", "near records", "near records", "near offers"]
     assert names[:8] == [name for name in both_ways for _ in "ud"]
     assert names[8:10] == ["near parts", "near manifest"]
-    assert names[10:13] == ["agree on near plan", "near room", "near room"]
+    assert names[10:] == ["near room"] * 2 + ["near record", "agree on near record"]
+    assert read == ["records/e000001-000000000001"]
+
+
+def test_a_restore_agrees_on_the_store_once_and_to_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, phases = {"w": torch.ones(8)}, list[str]()
+
+    def noted(world: World, phase: str, run: Callable[[], Any]) -> Any:
+        phases.append(phase)
+        return collectively(world, phase, run)
+
+    def restored() -> list[str]:
+        near = Near(tmp_path / "near", every=EverySteps(1))
+        with Checkpointer(state, tmp_path / "run", save=Never(), near=near, only=True) as service:
+            phases.clear()
+            report = service.restore()
+            found = list(phases)
+            service.step(1)
+            service.wait()
+        return found if report is not None and report.origin == "near" else []
+
+    monkeypatch.setattr("ckpt.process.collectively", noted)
+    assert restored() == []  # the first life saves
+    assert restored() == ["open"]
+    forget(tmp_path / "run")  # as a process that has not claimed it
+    assert restored() == ["open", "open"]
 
 
 def test_a_host_that_missed_a_job_does_not_say_how_far_it_was(tmp_path: Path) -> None:

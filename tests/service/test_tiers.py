@@ -24,6 +24,7 @@ from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers, TierSaves, TierValue
 from ckpt.service.training import Training
 from ckpt.state.types import Loaded
+from storage import Store
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class MemorySaves(TierSaves):
     def collect(self, *, wait: bool, timeout_seconds: float = 0.0) -> None:
         return
 
-    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
+    def candidates(self, store: Store, root: str, epoch: int) -> Sequence[TierRestorable]:
         self.reached = (9.0, 7)
         return self._tier.copies
 

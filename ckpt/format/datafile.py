@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from json.encoder import encode_basestring
 from typing import NamedTuple
 
@@ -35,6 +36,8 @@ VALUES = "__ckpt_values__"
 PER_RANK = "__ckpt_per_rank__"
 DIGESTS = "__ckpt_digests__"
 CHECKSUM_MAGIC = int.from_bytes(b"CKS1", "little")
+
+SHAPES_KEPT_MAX = 1024  # thousands of chunks share a few shapes and regions: worked out once
 
 _RESERVED = ("__metadata__", "__ckpt_")
 
@@ -213,7 +216,7 @@ def entry_name(fqn: str, region: Region, global_shape: Shape) -> str:
 
     The whole tensor has its fqn as name (unless that has an `@` or a reserved start).
     """
-    return _escape(fqn) + region_suffix(region, global_shape)
+    return escaped(fqn) + region_suffix(region, global_shape)
 
 
 def region_suffix(region: Region, global_shape: Shape) -> str:
@@ -228,6 +231,8 @@ def region_suffix(region: Region, global_shape: Shape) -> str:
     return "@" + ",".join([f"{start}:{start + size}" for start, size in pairs])
 
 
+# `@__` at the start is a name that would otherwise look like a reserved one.
+_NAME = re.compile(r"((?:[^@]|@@|^@(?=__))*)(?:@([^@]+))?", re.DOTALL)
 _SPAN = re.compile(r"span:(0|[1-9]\d{0,18}):([1-9]\d{0,18})", re.ASCII)
 _BOX = re.compile(
     r"(?:0|[1-9]\d{0,18}):[1-9]\d{0,18}(?:,(?:0|[1-9]\d{0,18}):[1-9]\d{0,18})*", re.ASCII
@@ -236,26 +241,29 @@ _BOX = re.compile(
 
 def parse_entry_name(name: str) -> tuple[str, Region | None]:
     """The fqn and the region that `entry_name` was made of; None for the whole tensor."""
-    # `@__` at the start is a name that would otherwise look like a reserved one.
-    match = re.fullmatch(r"((?:[^@]|@@|^@(?=__))*)(?:@([^@]+))?", name, re.DOTALL)
-    if match is None:
+    if (match := _NAME.fullmatch(name)) is None:
         raise Corrupt(f"entry name {name!r:.200} has a lone '@'")
     fqn = match[1].removeprefix("@") if name.startswith("@__") else match[1]
-    fqn = fqn.replace("@@", "@")
-    if match[2] is None:
-        region: Region | None = None
-    elif span := _SPAN.fullmatch(match[2]):
-        region = Span(int(span[1]), int(span[2]))
-    elif _BOX.fullmatch(match[2]):
-        pairs = [part.split(":") for part in match[2].split(",")]
-        offset = tuple(int(start) for start, _ in pairs)
-        region = Box(offset, tuple(int(b) - a for a, (_, b) in zip(offset, pairs, strict=True)))
-    else:
+    region = None if match[2] is None else _region(match[2])
+    if match[2] is not None and region is None:
         raise Corrupt(f"entry name {name!r:.200} has no readable region after its '@'")
-    return fqn, region
+    return fqn.replace("@@", "@"), region
 
 
-def _escape(fqn: str) -> str:
+@lru_cache(SHAPES_KEPT_MAX)
+def _region(text: str) -> Region | None:
+    """What `region_suffix` wrote after its '@'; None for anything else."""
+    if span := _SPAN.fullmatch(text):
+        return Span(int(span[1]), int(span[2]))
+    if not _BOX.fullmatch(text):
+        return None
+    pairs = [part.split(":") for part in text.split(",")]
+    offset = tuple(int(start) for start, _ in pairs)
+    return Box(offset, tuple(int(b) - a for a, (_, b) in zip(offset, pairs, strict=True)))
+
+
+def escaped(fqn: str) -> str:
+    """The name of the entry that holds the whole tensor."""
     if "@" in fqn:
         fqn = fqn.replace("@", "@@")
     return "@" + fqn if fqn.startswith(_RESERVED) else fqn
@@ -269,8 +277,6 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
     them.
     """
     entries, shapes, dtypes = [], [], []
-    # Thousands of chunks share a few shapes, and this runs in the time a save may block.
-    known: dict[tuple[str, Shape, Region], tuple[str, str, str, str, int]] = {}
     seen = set()
     problems = []
     last: tuple[str, Shape, Region] | None = None
@@ -278,10 +284,8 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
         # Neighbours mostly share the very objects, and hashing regions takes longer than all else.
         if last is None or region is not last[2] or global_shape is not last[1] or dtype != last[0]:
             last = (dtype, global_shape, region)
-            if last not in known:
-                known[last] = entry_parts(dtype, global_shape, region)
-            suffix, text, shape, true_dtype, expected = known[last]
-        name = _escape(fqn) + suffix
+            suffix, text, shape, true_dtype, expected = entry_parts(*last)
+        name = escaped(fqn) + suffix
         if expected < 0:
             what = "is empty, outside of the tensor, or of a dtype that is not storable"
             problems.append(f"{fqn}: {region} {what}")
@@ -298,6 +302,7 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
     return entries, shapes, dtypes
 
 
+@lru_cache(SHAPES_KEPT_MAX)
 def entry_parts(dtype: str, global_shape: Shape, region: Region) -> tuple[str, str, str, str, int]:
     """What all chunks of one shape and region share: name suffix, JSON, global shape, dtype,
     bytes.

@@ -44,8 +44,8 @@ from ckpt.format.datafile import (
     VALUES,
     VERSION,
     StoredChunk,
-    entry_name,
     entry_parts,
+    escaped,
     parse_entry_name,
 )
 from ckpt.format.manifest import Header, Manifest, parse_reference
@@ -219,7 +219,7 @@ def _entry(name: str, value: Any) -> _Entry:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all([type(item) is int and item >= 0 for item in value])
 
 
 def bounded_numel(shape: Sequence[int]) -> int:
@@ -286,10 +286,10 @@ def _stored_chunk(entry: _Entry, kind: int, shape: Shape, dtype: str) -> StoredC
     name = dtype or NATIVE_BY_CODE[entry.code].name
     bounded_numel(shape)
     region = whole(shape) if region is None else region
-    _, text, _, true_dtype, nbytes = entry_parts(name, shape, region)
+    suffix, text, _, true_dtype, nbytes = entry_parts(name, shape, region)
     expected = f':{{"dtype":"{entry.code}","shape":[{",".join(map(str, entry.shape))}],'
     is_same = text == expected and true_dtype == dtype and nbytes == entry.stop - entry.start
-    if not is_same or entry_name(fqn, region, shape) != entry.name:
+    if not is_same or escaped(fqn) + suffix != entry.name:
         raise Corrupt(
             f"{entry.name!r:.200}: {entry.code}{list(entry.shape)!r:.100} is not {region!r:.200} "
             f"of a {name!r:.50} tensor of shape {shape!r:.100}"

@@ -242,10 +242,10 @@ def open_root(
     Raises like `save`.
     """
     context, call = this_process.of_group(process_group), "an import" if beside else "Checkpointer"
-    known = None if beside else context.known_root(url, storage_options, unsafe_single_writer)
-    return known or context.open_root(
-        url, storage_options, unsafe_single_writer, call, beside=beside
-    )
+    root = url, storage_options, unsafe_single_writer
+    # From the second call on, no rank waits for another.
+    known = None if beside else context.known_root(*root)
+    return known or context.open_root(*root, call, beside=beside)
 
 
 def claimed(

@@ -128,8 +128,7 @@ class Tier:
         logged.
         """
         names = [_RECORD.fullmatch(info.key) for info in self.store.list(RECORDS_PREFIX)]
-        wanted = [name for name in names if name and epoch in (None, int(name[1]))]
-        known = [self._record(name[0]) for name in wanted]
+        known = [self._record(n[0]) for n in names if n and epoch in (None, int(n[1]))]
         return sorted(filter(None, known), key=lambda record: record.order, reverse=True)
 
     def _record(self, key: str) -> NearRecord | None:

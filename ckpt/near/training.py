@@ -109,8 +109,7 @@ class NearTraining(TierSaves):
     # restoring
 
     def candidates(self, store: Store, root: str, epoch: int) -> Sequence[NearCandidate]:
-        hosts = self._hosts_of(root, lambda: store)
-        status, offered = near_candidates(hosts, epoch, self._near)
+        status, offered = near_candidates(self._hosts_of(root, lambda: store), epoch, self._near)
         self.reached = None if status is None else (status.time_unix, status.step)
         return offered
 
@@ -167,7 +166,6 @@ class NearTraining(TierSaves):
     def _hosts_of(self, root: str, store: Callable[[], Store]) -> Hosts:
         """The tier of this host for the root in a durable store, and who shares it. Collective."""
         if self._hosts is None or self._hosts.tier.root != root:
-            durable = store()
-            world = self._training.world
-            self._hosts = Hosts.of(world, lambda: Tier(self._near.path, root, durable))
+            path, durable = self._near.path, store()
+            self._hosts = Hosts.of(self._training.world, lambda: Tier(path, root, durable))
         return self._hosts

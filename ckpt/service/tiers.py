@@ -215,8 +215,7 @@ class Tiers:
 
     def candidates(self, store: Store, root: str, epoch: int) -> list[TierRestorable]:
         """The near checkpoints of all tiers, newest first. Collective."""
-        place = store, root, epoch
-        offered = [(one, tier) for tier in self._tiers for one in tier.candidates(*place)]
+        offered = [(c, tier) for tier in self._tiers for c in tier.candidates(store, root, epoch)]
         offered.sort(key=lambda pair: pair[0].number, reverse=True)
         self._offered = []
         for _, same in groupby(offered, key=lambda pair: pair[0].step):

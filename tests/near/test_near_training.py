@@ -134,10 +134,10 @@ def test_a_restore_agrees_on_the_store_once_and_to_claim(
         with Checkpointer(state, tmp_path / "run", save=Never(), near=near, only=True) as service:
             phases.clear()
             report = service.restore()
-            found = list(phases)
+            opened = list(phases)
             service.step(1)
             service.wait()
-        return found if report is not None and report.origin == "near" else []
+        return opened if report is not None and report.origin == "near" else []
 
     monkeypatch.setattr("ckpt.process.collectively", noted)
     assert restored() == []  # the first life saves

@@ -243,8 +243,10 @@ def open_root(
     """
     context, call = this_process.of_group(process_group), "an import" if beside else "Checkpointer"
     root = url, storage_options, unsafe_single_writer
-    # From the second call on, no rank waits for another.
+    # From the second call on, no rank waits for another, but for the rounds of its save in flight.
     known = None if beside else context.known_root(*root)
+    if known is not None:
+        context.background.wait()
     return known or context.open_root(*root, call, beside=beside)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 import ckpt.state_dict
+from ckpt.process import open_root
 from ckpt.saving.staging import Staged
 from storage.local import LocalStore
 from tests.ranks import run_ranks
@@ -197,6 +198,8 @@ def calls_beside_a_save(root: str) -> None:
         lambda: ckpt.export(f"{root}/run", f"{root}/out.safetensors", step=1),
         lambda: ckpt.Checkpointer(state, f"{root}/other", save=ckpt.Never()).close(),
         lambda: ckpt.publish(model, f"{root}/other", step=1).result(),
+        # As near tiers are opened, in the middle of a training that may be saving.
+        lambda: open_root(store),
     ]
     ckpt.save(state, store, step=1)
     for step, call in enumerate(calls, 2):
@@ -205,8 +208,9 @@ def calls_beside_a_save(root: str) -> None:
         pending.wait_staged()
         threading.Timer(0.3, store.may_write.set).start()
         call()
+        assert pending.done()
         assert pending.result().step == step
-    assert [one.step for one in ckpt.list_steps(store)] == [1, 2, 3, 4, 5, 6, 7]
+    assert [one.step for one in ckpt.list_steps(store)] == [*range(1, len(calls) + 2)]
 
 
 def test_collective_calls_wait_for_the_save_in_flight(tmp_path: Path) -> None:

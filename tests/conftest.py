@@ -73,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = secrets.randbits(32) if config.getoption("soak") else SEED_DEFAULT
     config.stash[_SEED] = int(chosen)
     config.option.seed = str(chosen)
+    gc.disable()  # until all tests are collected: nothing of that is garbage
     tests.ranks.ARE_LEFT_OUT = "not ranks" in config.option.markexpr
     if config.getoption("failures") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(Path(config.getoption("failures")).resolve()))
@@ -116,6 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     # Full collections, which run often, would look through all of torch and thousands of tests.
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -178,6 +180,15 @@ def _signals_end_with_their_test() -> Iterator[None]:
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_loses_power(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process a sync asks only whether the file is open: thousands wait for the disk. Ranks
+    that are processes, programs and tests marked `syncs` do sync.
+    """
+    if request.node.get_closest_marker("syncs") is None:
+        monkeypatch.setattr(os, "fsync", os.fstat)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,8 +52,10 @@ def sources(*folders: str) -> list[Source]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _sources_are_forgotten() -> Iterator[None]:
+    gc.disable()  # it would look through a million nodes, again and again
     yield
     sources.cache_clear()
+    gc.enable()
 
 
 # Imports -----------------------------------------------------------------------------------------

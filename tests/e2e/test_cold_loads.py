@@ -35,6 +35,7 @@ from storage.memory import MemoryStore
 from tests.e2e.job import Job, Sharded
 from tests.thread_ranks import RanksFailed
 
+pytestmark = pytest.mark.syncs  # what is not on the disk stays in the cache
 MIB = 1 << 20
 TENSORS = 12  # of 1 MiB
 

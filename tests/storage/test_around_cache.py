@@ -25,6 +25,7 @@ from storage.local import LocalStore
 from storage.testing import write_object
 
 MiB = 1 << 20
+pytestmark = pytest.mark.syncs  # what is not on the disk stays in the cache
 NBYTES = 2 * MiB + 1234  # the last block is not whole
 
 

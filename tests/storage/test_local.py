@@ -35,6 +35,7 @@ from storage.local import LocalStore
 from storage.store import ExclusiveCreate
 from storage.testing import write_object
 
+pytestmark = pytest.mark.syncs
 KiB, MiB = 1024, 1024 * 1024
 
 

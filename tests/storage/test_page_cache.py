@@ -15,6 +15,7 @@ from storage.local import LocalStore
 from storage.page_cache import memory_left
 from storage.testing import write_object
 
+pytestmark = pytest.mark.syncs  # what is not on the disk stays in the cache
 MIB = 1 << 20
 V1 = "4:memory:/jobs/mine\n3:cpuset:/\n"
 V2 = "0::/jobs/mine\n"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import RankFailed
 from ckpt.service.events import RankHeard, RankMissed
+from ckpt.world import attendance, board
 from ckpt.world.attendance import (
     PERIOD_SECONDS,
     SILENT_SECONDS,
@@ -320,9 +321,17 @@ def _wait_until_known(checkpointer: Any, step: int) -> None:
         time.sleep(0.1)
 
 
+def _halve_all_waits() -> None:
+    for module in (attendance, board):
+        for name, seconds in list(vars(module).items()):
+            if name.endswith("_SECONDS"):
+                setattr(module, name, seconds / 2)
+
+
 def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
     """The victim stops itself in step 3 and all others wait for it, as in a collective."""
     rank, notices = dist.get_rank(), []
+    _halve_all_waits()
     pids = Path(scratch)
     (pids / f"{rank}").write_text(str(os.getpid()))
 
@@ -339,13 +348,13 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
     ) as checkpointer:
         for step in range(1, 4):
             checkpointer.step(step)
-            time.sleep(0.7)
+            time.sleep(0.35)
         _wait_until_known(checkpointer, step=3)
         dist.barrier()
         notices.clear()  # a loaded machine may have kept a rank from being heard before
         if rank == victim:
             stop_here()
-            time.sleep(4.0)  # woken: it posts again before it continues
+            time.sleep(2.0)  # woken: it posts again before it continues
         elif silence_seconds_max is None:
             while "RankMissed" not in [name for name, _ in notices]:
                 time.sleep(0.1)
@@ -396,7 +405,7 @@ def test_a_silence_too_long_is_an_error_where_that_was_asked_for(tmp_path: Path)
 def _train_and_fail(scratch: str, victim: int) -> tuple[int, str]:
     rank, pids = dist.get_rank(), Path(scratch)
     try:
-        _train(scratch, victim, 9.0)
+        _train(scratch, victim, 4.5)
     except RankFailed as failed:
         (pids / f"heard{rank}").touch()
         while rank == 0 and not (pids / "heard2").exists():

@@ -24,6 +24,7 @@ import ckpt
 import ckpt.world.by_store
 import ckpt.world.heart
 import ckpt.world.liveness
+import ckpt.world.missing
 from ckpt.errors import CheckpointError
 from ckpt.world.base import Message
 from ckpt.world.heart import Heart
@@ -69,6 +70,7 @@ def test_without_a_place_ranks_listen_on_all_addresses(tmp_path: Path) -> None:
 
 
 def _finds_no_port(port: int, root: str) -> str:
+    ckpt.world.missing.LOOK_SECONDS = 0.5
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", PORTS_VARIABLE: str(port)})
     try:
         ckpt.save({"a": torch.ones(2)}, root, step=1)
@@ -162,6 +164,7 @@ def _wait_until_it_listens_no_more() -> None:
 
 
 def _leaves(url: str, root: str) -> tuple[int, int]:
+    ckpt.world.heart.LOOK_SECONDS = 0.2
     state = {"a": torch.ones(4)}
     ckpt.save(state, root, step=1)
     while_joined = sum(thread.name == "ckpt-heart" for thread in threading.enumerate())
@@ -244,6 +247,7 @@ def _certificate(folder: Path, name: str) -> str:
 
 
 def _saves_encrypted(files: tuple[str, ...], root: str) -> tuple[str, list[int]]:
+    ckpt.world.missing.LOOK_SECONDS = 0.5
     os.environ[CERTIFICATE_VARIABLE] = files[dist.get_rank() % len(files)]
     try:
         _, values = _saves_from("lo", "", root)

@@ -313,6 +313,7 @@ def test_the_hostile_helper_itself_makes_good_files() -> None:
         renamed("w@0:4,1:3"),
         renamed("w@0:4"),
         renamed("w@span:0:4x"),
+        renamed("@__w@0:4,1:2"),  # of "__w", which needs no "@" in front
         renamed("w@"),
         renamed("w@0:4,1:2@0:4,1:2"),
         renamed("__ckpt_other__"),
@@ -330,6 +331,13 @@ def test_hostile_headers_raise(change: Any) -> None:
     """Each field out of its range, with valid checksums: Corrupt that names the file."""
     with pytest.raises(Corrupt, match="file"):
         index_of(hostile(change))
+
+
+@pytest.mark.parametrize("name", ["w@", "w@x", "w@span:0:4x", "w@0:4,", "w@span:0:0"])
+def test_a_name_with_another_region_is_refused(name: str) -> None:
+    for _ in range(2):  # the answer is remembered
+        with pytest.raises(Corrupt, match="'@'"):
+            parse_entry_name(name)
 
 
 def test_newer_version_is_named() -> None:

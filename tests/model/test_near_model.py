@@ -20,6 +20,7 @@ from ckpt.near.recovery import NearCandidate
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier
 from ckpt.near.training import NearTraining
+from storage import Store
 from tests.conftest import Scale
 from tests.model.near_driving import explore
 from tests.results import Counted
@@ -46,8 +47,10 @@ def test_all_schedules_of_a_few_actions(tmp_path: Path, scale: Scale, counted: C
 _candidates = NearTraining.candidates
 
 
-def _of_two_epochs(self: NearTraining, root: str, epoch: int) -> Sequence[NearCandidate]:
-    return _candidates(self, root, epoch) or _candidates(self, root, epoch - 1)
+def _of_two_epochs(
+    self: NearTraining, store: Store, root: str, epoch: int
+) -> Sequence[NearCandidate]:
+    return _candidates(self, store, root, epoch) or _candidates(self, store, root, epoch - 1)
 
 
 def _not_recorded(self: NearSaves, chosen: Any, record: NearRecord | None, number: int) -> None:

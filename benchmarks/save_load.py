@@ -27,6 +27,7 @@ import ckpt
 from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed, wall
 from ckpt.format.checksum import crc32c
 from ckpt.layout.memory import host_bytes
+from storage.file_io import start_writeback
 from storage.ranges import address_of, aligned_buffer, copy_bytes
 
 GIB = 1 << 30
@@ -64,17 +65,22 @@ class Trained:
 
 
 def raw_save(tensors: list[torch.Tensor], path: Path) -> None:
-    """The same bytes with `pwritev` and one fsync: what a disk allows through the page cache."""
+    """The same bytes with `pwritev` and one fsync: what a disk allows through the page cache, with
+    what is known to be fastest, small calls and an early start of the writeback.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
     try:
-        position = 0
+        position = started = 0
         for tensor in tensors:
             data = host_bytes(tensor)
             while len(data):
-                written = os.pwritev(descriptor, [data[: 8 << 20]], position)
+                written = os.pwritev(descriptor, [data[: 256 << 10]], position)
                 position += written
                 data = data[written:]
+                if position - started >= 8 << 20:
+                    start_writeback(descriptor, started, position - started)
+                    started = position
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

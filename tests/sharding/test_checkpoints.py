@@ -191,5 +191,5 @@ def counted(url: str) -> str:
     return engine_save.check_counts(state, url)
 
 
-def test_saving_sends_no_tensor_and_writes_each_flat_tensor_at_once(tmp_path: Path) -> None:
+def test_saving_sends_no_tensor_and_writes_few_small_pieces(tmp_path: Path) -> None:
     run_ranks(2, counted, str(tmp_path / "run"))

@@ -243,7 +243,8 @@ def open_root(
     """
     context, call = this_process.of_group(process_group), "an import" if beside else "Checkpointer"
     root = url, storage_options, unsafe_single_writer
-    # From the second call on, no rank waits for another, but for the rounds of its save in flight.
+    # From the second call on, no rank waits for another, but each for its save in flight, whose
+    # rounds would mix with the caller's.
     known = None if beside else context.known_root(*root)
     if known is not None:
         context.background.wait()
@@ -365,22 +366,22 @@ class ProcessMemory:
                 f"process_group={group!r}; expected a group, as dist.new_group() returns to its "
                 "members (-100 to others, which do not make this call), or None for all ranks"
             )
-        if _everyone() is not None:
+        if (everyone := _everyone()) is not None:
             # A child that has called `destroy_process_group` and joined a job of its own may.
-            if _everyone() == self._inherited:
+            if everyone == self._inherited:
                 raise Forked(
                     "this process was forked from a rank of torch.distributed and is not a member "
                     "of its process group, so it cannot save or load in it: do that in the rank "
                     "itself, call destroy_process_group() here first, or spawn the process"
                 )
-            group = group or dist.group.WORLD
+            group = dist.group.WORLD if group is None else group
         with self._lock:
             return self._known(group) or self._new_context(group, lambda: current_world(group))
 
     def known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         """The context of `group` if there is one. Not collective."""
         with self._lock:
-            return self._known(group or (dist.group.WORLD if _everyone() else None))
+            return self._known(dist.group.WORLD if group is None and _everyone() else group)
 
     def _known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         known = None if group is None else weakref.ref(group)

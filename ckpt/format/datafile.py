@@ -37,6 +37,7 @@ PER_RANK = "__ckpt_per_rank__"
 DIGESTS = "__ckpt_digests__"
 CHECKSUM_MAGIC = int.from_bytes(b"CKS1", "little")
 
+REGION_LENGTH_MAX = 40 * NDIM_MAX  # of the text: two numbers of 19 digits for each dimension
 SHAPES_KEPT_MAX = 1024  # thousands of chunks share a few shapes and regions: worked out once
 
 _RESERVED = ("__metadata__", "__ckpt_")
@@ -244,8 +245,9 @@ def parse_entry_name(name: str) -> tuple[str, Region | None]:
     if (match := _NAME.fullmatch(name)) is None:
         raise Corrupt(f"entry name {name!r:.200} has a lone '@'")
     fqn = match[1].removeprefix("@") if name.startswith("@__") else match[1]
-    region = None if match[2] is None else _region(match[2])
-    if match[2] is not None and region is None:
+    text = match[2]
+    region = _region(text) if text is not None and len(text) <= REGION_LENGTH_MAX else None
+    if text is not None and region is None:
         raise Corrupt(f"entry name {name!r:.200} has no readable region after its '@'")
     return fqn.replace("@@", "@"), region
 

@@ -112,16 +112,15 @@ def test_page_runs(page: str, prepared: Prepared, tmp_path: Path) -> None:
 
 
 def test_the_readmes_program_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """Pasted into a file, it runs on two ranks by torchrun and, again, on three."""
+    """Pasted into a file, it runs on two ranks and, again, on three."""
     import ckpt
 
     program = next(block.text for block in blocks_of("README.md") if block.language == "python")
     assert len(program.splitlines()) <= 20
-    url, torchrun = tmp_path / "runs" / "first", ["-m", "torch.distributed.run", "--standalone"]
-    launcher = [str(ROOT / "tests" / "rehearse" / "launcher.py")]  # in half of the time
-    for start, ranks, last in ((torchrun, 2, 150), (launcher, 3, 300)):
+    url, torchrun = tmp_path / "runs" / "first", [sys.executable, "-m", "torch.distributed.run"]
+    for ranks, last in ((2, 150), (3, 300)):
         (tmp_path / "train.py").write_text(program.replace("steps(300)", f"steps({last})"))
-        command = [sys.executable, *start, "--nproc-per-node", str(ranks), "train.py"]
+        command = [*torchrun, "--standalone", "--nproc-per-node", str(ranks), "train.py"]
         subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
     ranks_of = {}
     for info in ckpt.list_steps(url):

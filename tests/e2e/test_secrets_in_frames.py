@@ -194,7 +194,7 @@ def test_the_token_of_those_who_serve_is_hidden(
 ) -> None:
     monkeypatch.setenv("SHARDPOINT_TOKEN", WORD)
     policy = partial(RetryPolicy, deadline_seconds=0.2)  # the only parent is asked for two minutes
-    monkeypatch.setattr("storage.peers.relay.RetryPolicy", lambda: policy())
+    monkeypatch.setattr("storage.peers.relay.RetryPolicy", policy)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StorageError, match="already in use") as caught:

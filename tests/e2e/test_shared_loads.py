@@ -1,7 +1,7 @@
 """Blocks that several ranks need are read once, passed on in order, and nobody waits for a round.
 
 Method: ranks as threads over counting and failing stores. Drawn layouts of other numbers of ranks
-are compared with what one rank loads alone; messages, rounds and bytes are counted at 8 to 32
+are compared with what one rank loads alone; messages, rounds and bytes are counted at 8 to 64
 ranks.
 """
 
@@ -173,7 +173,7 @@ class Costs:
         self.peers.clear()
 
 
-SIZES = (8, FEW_RANKS, 2 * FEW_RANKS)
+SIZES = (8, FEW_RANKS, 2 * FEW_RANKS, 4 * FEW_RANKS)
 COUNT = 24
 
 

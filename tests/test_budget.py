@@ -28,7 +28,7 @@ from tests.counting import profiled
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
-LINES_MAX = 61_601
+LINES_MAX = 61_603
 
 
 def code_lines(path: Path) -> int:
